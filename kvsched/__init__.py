@@ -1,0 +1,44 @@
+"""kvsched: the scheduler of an LLM server, whole and small enough to hold.
+
+Owns: the list of public names and where each one lives.
+Knows nothing about: notebooks, widgets, or anything under `lab`.
+Invariants: importing this package loads none of its modules. A public name loads its module when it is first used,
+so that the scheduler, traces and the simulator never pay for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvsched.config import ConfigError as ConfigError
+    from kvsched.config import SchedulerConfig as SchedulerConfig
+    from kvsched.request import Request as Request
+    from kvsched.request import RequestStatus as RequestStatus
+    from kvsched.request import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ConfigError": "kvsched.config",
+    "Request": "kvsched.request",
+    "RequestStatus": "kvsched.request",
+    "SamplingParams": "kvsched.request",
+    "SchedulerConfig": "kvsched.config",
+}
+"""Public name -> the module that defines it. A name added here is added to the imports above too (tested)."""
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvsched' has no attribute {name!r}; public names: {', '.join(sorted(_HOME))}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,1 @@
+"""The lab: a debugger for schedulers, in a notebook. Rests on `kvsched`; `kvsched` never imports it."""
