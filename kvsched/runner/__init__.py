@@ -1,0 +1,1 @@
+"""Runners: what turns a ScheduledStep into a StepResult. Only modules named torch_* import torch."""

@@ -1,0 +1,1 @@
+"""The scheduler: what runs in the next step, and what becomes of the step's output."""

@@ -1,0 +1,1 @@
+"""Traces: what happened, told once, as events; and the folds over them."""
