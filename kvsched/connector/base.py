@@ -61,22 +61,24 @@ class SchedulerConnector(Protocol):
 
 
 class WorkerConnector(Protocol):
-    """The worker's half: moves the bytes."""
+    """The worker's half: moves the bytes. `before_step` is called by the runner, everything else by the engine."""
 
     def start_loads(self, loads: Sequence[Load]) -> None:
-        """Begin to fill blocks, beside the compute stream; synchronous loads are awaited by `wait_loads`."""
+        """Begin to fill blocks, beside the compute stream, when the step that carries them is submitted."""
         ...
 
-    def wait_loads(self, request_ids: Sequence[str]) -> None:
-        """Called in compute order before a step that reads synchronously loaded blocks: wait for those loads."""
-        ...
-
-    def save(self, saves: Sequence[Save]) -> None:
-        """Called in compute order: snapshot the blocks now; send them on in the background."""
+    def before_step(self, step: ScheduledStep) -> frozenset[int]:
+        """Called in compute order right before the step is computed: wait for its synchronous loads, and snapshot
+        the blocks of its saves (they are sent on in the background). Returns blocks that could not be loaded."""
         ...
 
     def poll(self) -> Transfers:
-        """What has ended since the last call."""
+        """Asynchronous loads and final saves that have ended since the last call; failed blocks as invalid."""
+        ...
+
+    def wait(self, request_id: str) -> None:
+        """Block until the asynchronous load, or the final save, of this request has ended; the next `poll`
+        reports it."""
         ...
 
     def close(self) -> None:

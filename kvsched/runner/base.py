@@ -13,6 +13,7 @@ A token sampled in step k feeds step k + 1 on the device: the host has not seen 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
@@ -25,11 +26,13 @@ class Gate:
     name: what it waits for, for people ("load of r2 landed").
     """
 
-    __slots__ = ("_event", "name")
+    __slots__ = ("_callbacks", "_event", "_lock", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
 
     @property
     def is_open(self) -> bool:
@@ -37,12 +40,24 @@ class Gate:
         return self._event.is_set()
 
     def open(self) -> None:
-        """The thing has happened: let the step go."""
-        self._event.set()
+        """The thing has happened: let the step go. May be called twice."""
+        with self._lock:
+            self._event.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
     def wait(self) -> None:
         """Block the calling (worker) thread until the gate is open."""
         self._event.wait()
+
+    def on_open(self, callback: Callable[[], None]) -> None:
+        """Call back when the gate opens, in the thread that opens it; at once if it is open."""
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
 
 
 @runtime_checkable
@@ -52,12 +67,18 @@ class Runner(Protocol):
     def submit(self, step: ScheduledStep, gate: Gate | None = None) -> Future[StepResult]:
         """Queue a step; return at once. Its execution, and that of all later steps, waits for `gate`.
 
-        A failure inside the step becomes the future's exception.
+        A failure inside the step becomes the future's exception. With a worker connector, its `before_step` is
+        called in compute order right before the step is computed; an empty step that carries transfers may be
+        submitted for that alone. Invalid blocks it returns stand in the result's transfers.
         """
         ...
 
     def now(self) -> float:
         """Seconds on this runner's clock (virtual for the synthetic runner)."""
+        ...
+
+    def advance(self, to: float) -> None:
+        """The host has waited until then. A virtual clock moves there (never back); a real one ignores it."""
         ...
 
     def close(self) -> None:
