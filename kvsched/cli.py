@@ -26,7 +26,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "conformance": Command("kvsched.conformance.command", "replay recorded decisions of vLLM's scheduler and compare each one"),
+    "conformance": Command("kvsched.conformance.command", "replay decisions recorded from vLLM and compare each one"),
 }
 
 
