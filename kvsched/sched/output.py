@@ -51,8 +51,7 @@ def process_rows(
     changed: dict[int, tuple[int, ...]] = {}
     ended: list[Request] = []
     for row, (request, count, tokens) in enumerate(zip(record.requests, record.counts, sampled, strict=True)):
-        in_flight = request.num_in_flight_tokens = request.num_in_flight_tokens - count
-        assert in_flight >= 0
+        request.num_in_flight_tokens -= count
         if request.num_stale_output_tokens or request.status is not _RUNNING or len(tokens) != 1 or failed:
             kept = _process_unusual(s, request, count, tokens, failed)
             if len(kept) != len(tokens):
@@ -83,6 +82,7 @@ def _process_unusual(
 
     Returns the tokens appended: up to the one that completes the request.
     """
+    assert request.num_in_flight_tokens >= 0
     stale = request.num_stale_output_tokens > 0
     dropped = stale and request.drop_stale_output
     if stale:

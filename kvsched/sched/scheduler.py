@@ -18,7 +18,7 @@ request asks for; that is the engine's door.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -31,13 +31,14 @@ from kvsched.sched.output import StepOutput, fail_loads, finish, finish_transfer
 from kvsched.sched.queue import WaitingQueue, make_queue
 from kvsched.sched.running import preempt, schedule_running
 from kvsched.sched.waiting import schedule_waiting
-from kvsched.step import RequestData, ScheduledStep, StepResult
+from kvsched.step import NO_TRANSFERS, RequestData, ScheduledStep, StepResult
 from kvsched.trace import events
 
 SlotsFault = Callable[[str, int, int], bool]
 """(request id, number of the call for slots over the whole run, step) -> whether that call is made to fail."""
 
 _ADJUSTABLE = frozenset({"guard", "defer_block_free", "max_in_flight"})
+_NO_CHUNKS: frozenset[str] = frozenset()
 _NO_BLOCKS: MappingProxyType[str, tuple[int, ...]] = MappingProxyType({})
 
 
@@ -183,7 +184,7 @@ class Scheduler:
         """Commit the decision to the requests' counters and make the step of it."""
         requests, counts = draft.requests, draft.counts
         seq = self.kv.fence.next_seq() if requests else self.kv.fence.sched_seq
-        joined = tuple(self._request_data(request) for request in draft.joined)
+        joined = tuple([self._request_data(request) for request in draft.joined])
         starts = tuple([request.num_computed_tokens for request in requests])
         chunks = draft.prefill_chunks
         owed = 1 if self.config.async_scheduling else 0
@@ -209,7 +210,7 @@ class Scheduler:
             tuple([request.id for request in requests]),
             tuple(counts),
             starts,
-            frozenset([request.id for request in chunks]),
+            frozenset([request.id for request in chunks]) if chunks else _NO_CHUNKS,
             MappingProxyType(draft.new_blocks) if draft.new_blocks else _NO_BLOCKS,
             joined,
             tuple(draft.preempted),
@@ -259,7 +260,7 @@ class Scheduler:
             if record.seq:
                 self.kv.fence.advance(self.step)
         invalid = result.transfers.invalid_block_ids
-        failed = fail_loads(self, invalid) if invalid else []
+        failed: Sequence[Request] = fail_loads(self, invalid) if invalid else ()
         tokens: tuple[tuple[int, ...], ...] = ()
         ended: list[Request] = []
         if record is not None:
@@ -273,7 +274,8 @@ class Scheduler:
         ended += failed
         if ended:
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
-        finish_transfers(self, result.transfers)
+        if result.transfers is not NO_TRANSFERS:
+            finish_transfers(self, result.transfers)
         if self.connector is not None:
             self.connector.step_processed(step, result)
         finished = {request.id: request.status.finish_reason or "" for request in ended}
