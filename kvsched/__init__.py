@@ -14,18 +14,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvsched.config import ConfigError as ConfigError
     from kvsched.config import SchedulerConfig as SchedulerConfig
+    from kvsched.engine import ConnectorPair as ConnectorPair
+    from kvsched.engine import Engine as Engine
+    from kvsched.engine import EngineStuck as EngineStuck
+    from kvsched.faults import FaultPlan as FaultPlan
+    from kvsched.outputs import RequestOutput as RequestOutput
+    from kvsched.outputs import TokenOutput as TokenOutput
     from kvsched.request import Request as Request
+    from kvsched.request import RequestRefused as RequestRefused
     from kvsched.request import RequestStatus as RequestStatus
     from kvsched.request import SamplingParams as SamplingParams
+    from kvsched.runner.synthetic import CostModel as CostModel
+    from kvsched.runner.synthetic import SyntheticRunner as SyntheticRunner
+    from kvsched.sched.scheduler import Scheduler as Scheduler
 
 __version__ = "0.1.0"
 
 _HOME = {
     "ConfigError": "kvsched.config",
+    "ConnectorPair": "kvsched.engine",
+    "CostModel": "kvsched.runner.synthetic",
+    "Engine": "kvsched.engine",
+    "EngineStuck": "kvsched.engine",
+    "FaultPlan": "kvsched.faults",
     "Request": "kvsched.request",
+    "RequestOutput": "kvsched.outputs",
+    "RequestRefused": "kvsched.request",
     "RequestStatus": "kvsched.request",
     "SamplingParams": "kvsched.request",
+    "Scheduler": "kvsched.sched.scheduler",
     "SchedulerConfig": "kvsched.config",
+    "SyntheticRunner": "kvsched.runner.synthetic",
+    "TokenOutput": "kvsched.outputs",
 }
 """Public name -> the module that defines it. A name added here is added to the imports above too (tested)."""
 

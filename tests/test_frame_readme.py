@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.house import ROOT, modules
@@ -67,6 +69,14 @@ def test_the_readme_gives_the_commands_that_make_runs():
 def pip_installs(text: str) -> list[list[str]]:
     commands = re.findall(r"-m pip install (.+)", text)
     return [[word for word in command.split() if word != "--quiet"] for command in commands]
+
+
+def test_the_example_prints_what_the_readme_says():
+    examples = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", README, re.DOTALL)
+    assert examples
+    for code, said in examples:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert done.stdout == said
 
 
 def test_the_first_notebook_is_there_once_there_are_notebooks():
