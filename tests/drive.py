@@ -22,7 +22,8 @@ class Drive:
     """One scheduler, its steps in flight, and what came out.
 
     usable: blocks without the null block. The defaults of the public reports: block size 4, budget 64, prefix caching
-    and deferred frees off. rules: a scripted connector. fail_calls: numbers of the calls for slots that fail.
+    and deferred frees off. rules: a scripted connector. fail_calls: numbers of the calls for slots that fail
+    (the set may grow while the run goes on).
     token: (request id, index in its output) -> the token sampled; by default 1000 x (how manieth request, from 1) +
     index.
     """
@@ -34,7 +35,7 @@ class Drive:
         *,
         rules: Mapping[str, KvRule] | None = None,
         whole_blocks: bool = True,
-        fail_calls: tuple[int, ...] = (),
+        fail_calls: set[int] | None = None,
         token: Callable[[str, int], int] | None = None,
         cap_at_pool: bool = False,
         **settings: Any,
@@ -55,7 +56,7 @@ class Drive:
             config,
             connector=self.connector,
             emit=self.events.append,
-            slots_fault=(lambda _, call, __: call in fail_calls) if fail_calls else None,
+            slots_fault=None if fail_calls is None else lambda _, call, __: call in fail_calls,
             cap_at_pool=cap_at_pool,
         )
         self.depth = depth
