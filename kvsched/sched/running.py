@@ -31,7 +31,7 @@ def schedule_running(s: Scheduler, draft: Draft) -> None:
     before the present request).
     """
     take, count = draft.requests.append, draft.counts.append
-    last_position = s.config.max_model_len - 1
+    last_position = s.last_position
     chunk_cap = draft.chunk_cap
     faulty = s.slots_fault is not None
     preempted = draft.preempted

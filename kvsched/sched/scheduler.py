@@ -70,6 +70,10 @@ class Scheduler:
         self.slots_fault = slots_fault
         self.clock = clock
         self.cap_at_pool = cap_at_pool
+        # No position from here on is ever computed: the token that would stand there ends its request.
+        self.last_position = config.max_model_len - 1
+        if cap_at_pool:
+            self.last_position = min(self.last_position, config.num_usable_slots)
         defers = config.defers_frees(connector is not None and connector.can_load)
         self.kv = KVManager(config, defers, emit)
         self.step = 0
@@ -260,7 +264,7 @@ class Scheduler:
             if record.seq:
                 self.kv.fence.advance(self.step)
         invalid = result.transfers.invalid_block_ids
-        failed: Sequence[Request] = fail_loads(self, invalid) if invalid else ()
+        failed: Sequence[Request] = fail_loads(self, invalid, record) if invalid else ()
         tokens: tuple[tuple[int, ...], ...] = ()
         ended: list[Request] = []
         if record is not None:
