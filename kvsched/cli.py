@@ -27,6 +27,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "conformance": Command("kvsched.conformance.command", "replay decisions recorded from vLLM and compare each one"),
+    "exactness": Command(
+        "kvsched.experiment.exactness_command", "compare the engine's greedy tokens with the model's own"
+    ),
 }
 
 

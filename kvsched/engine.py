@@ -182,6 +182,50 @@ class Engine:
             **dict(options or {}),
         )
 
+    @classmethod
+    def from_model(
+        cls,
+        model: Any = "smollm2",
+        *,
+        device: str = "auto",
+        dtype: str = "float32",
+        seed: int = 0,
+        num_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        landing: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """An engine that runs a model; needs torch and transformers.
+
+        model: "smollm2", "random:llama-tiny" and the like, a folder, a hub id, or a LoadedModel.
+        device: "auto", "cpu" or "cuda". num_blocks or kv_cache_memory (bytes): the size of the pool.
+        options: further arguments of Engine. settings: those of SchedulerConfig; max_model_len defaults to what
+        the model can do.
+        Raises ModelUnavailable (a ValueError) that says how to get a missing model.
+        """
+        from kvsched.runner.torch_runner import create_runner
+
+        explicit = "max_model_len" in settings
+        runner = create_runner(
+            model,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+            max_model_len=settings.get("max_model_len"),
+            block_size=settings.get("block_size", 16),
+        )
+        settings["max_model_len"] = runner.max_model_len
+        config = SchedulerConfig(num_blocks=runner.num_blocks).with_changes(**settings)
+        given = {
+            "tokenizer": runner.tokenizer,
+            "eos_token_ids": runner.eos_token_ids,
+            "meta": {"model": runner.model_name, "device": str(runner.device)},
+        } | dict(options or {})
+        return cls(config, runner, landing=landing, max_model_len_is_explicit=explicit, **given)
+
     # ---- requests
 
     @property

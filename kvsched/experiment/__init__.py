@@ -1,0 +1,1 @@
+"""Experiments on the engine: workloads, plans and comparisons. The core knows nothing of them."""

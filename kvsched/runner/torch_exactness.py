@@ -1,0 +1,54 @@
+"""A model under test: its references, and a fresh runner per run.
+
+Owns: `ModelUnderTest`. Knows nothing about: plans, comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvsched.config import SchedulerConfig
+from kvsched.engine import ConnectorPair
+from kvsched.experiment.exactness import LogitGap
+from kvsched.runner.torch_load import load_model
+from kvsched.runner.torch_reference import GapProbe, greedy_references
+from kvsched.runner.torch_runner import TorchRunner, create_runner
+
+
+class ModelUnderTest:
+    """A model with the greedy continuations of some prompts.
+
+    prompts: texts, put through the chat template; or token ids for a model without a tokenizer.
+    """
+
+    def __init__(self, model: str, prompts: Sequence[str | Sequence[int]], max_tokens: int) -> None:
+        self._loaded = load_model(model)
+        encoded = [self._encode(prompt) for prompt in prompts]
+        self.references, logits = greedy_references(self._loaded, encoded, max_tokens)
+        ids = [f"r{i}" for i in range(len(encoded))]
+        self._by_id = dict(zip(ids, self.references, strict=True))
+        self._logits = dict(zip(ids, logits, strict=True))
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        tokenizer = self._loaded.require_tokenizer()
+        turns = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer.encode(text))
+
+    def make_runner(
+        self, config: SchedulerConfig, gap: LogitGap, settings: Mapping[str, Any]
+    ) -> tuple[TorchRunner, ConnectorPair | None]:
+        """A runner with a pool of the config's size, on the CPU, whose cache starts full of NaN."""
+        runner = create_runner(
+            self._loaded,
+            device="cpu",
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            on_logits=GapProbe(self._by_id, self._logits, gap),
+        )
+        runner.cache.poison()
+        return runner, None
