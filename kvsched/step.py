@@ -32,7 +32,11 @@ class RequestData(NamedTuple):
 
 class Load(NamedTuple):
     """Blocks to fill from outside. keys[i] is the content hash wanted in block_ids[i]; the last block may be
-    filled in part: num_tokens counts the tokens, from token `start` of the request on."""
+    filled in part: num_tokens counts the tokens, from token `start` of the request on.
+
+    after_step: the newest step in flight whose saves write one of these keys or read one of these blocks: nothing is
+    filled before they have been copied out. 0 if there is none.
+    """
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -40,18 +44,21 @@ class Load(NamedTuple):
     start: int
     num_tokens: int
     asynchronous: bool
+    after_step: int = 0
 
 
 class Save(NamedTuple):
     """Full blocks to copy out, as they stand in compute order before this step runs.
 
     final: this is the last save of a finished request whose blocks are kept until it is reported as sent.
+    evicted: keys that leave the store first, to make room.
     """
 
     request_id: str
     block_ids: tuple[int, ...]
     keys: tuple[bytes, ...]
     final: bool
+    evicted: tuple[bytes, ...] = ()
 
 
 class ScheduledStep(NamedTuple):

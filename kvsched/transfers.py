@@ -19,10 +19,13 @@ from kvsched.step import Load, ScheduledStep, Transfers
 
 @dataclass(slots=True)
 class _InAir:
+    """in_compute_order: a save, or a load behind a save: it cannot end while the steps before it are held."""
+
     request_id: str
     is_load: bool
     blocks: tuple[int, ...]
     due: int
+    in_compute_order: bool
     ended: bool = False
     invalid: frozenset[int] = frozenset()
 
@@ -57,14 +60,15 @@ class TransferDesk:
         for load in step.loads:
             bad = self._planned_failures(load)
             if load.asynchronous:
-                self._in_air.append(_InAir(load.request_id, True, load.block_ids, self._due(load.request_id, "load", tick)))
-                self._in_air[-1].invalid = bad
+                due = self._due(load.request_id, "load", tick)
+                entry = _InAir(load.request_id, True, load.block_ids, due, load.after_step > 0, invalid=bad)
+                self._in_air.append(entry)
             else:
                 failed |= bad
         for save in step.saves:
             if save.final:
                 due = self._due(save.request_id, "save", tick)
-                self._in_air.append(_InAir(save.request_id, False, save.block_ids, due))
+                self._in_air.append(_InAir(save.request_id, False, save.block_ids, due, True))
         if step.loads:
             self._worker.start_loads(step.loads)
         return frozenset(failed)
@@ -73,14 +77,15 @@ class TransferDesk:
         """What is to be reported now.
 
         wait: nothing else can go on, so wait for the first transfer that may be reported (live runs).
-        compute_held: a step waits at a gate; saves, which copy in compute order, cannot be waited for.
+        compute_held: a step waits at a gate; what happens in compute order cannot be waited for.
         """
         due = [entry for entry in self._in_air if entry.due <= tick]
         self._poll()
-        late = [entry for entry in due if not entry.ended and (entry.is_load or not compute_held)]
-        if self._landing is None and (not wait or len(late) < len(due)):
-            late = []
-        for entry in late if self._landing is not None else late[:1]:
+        late = [entry for entry in due if not entry.ended and not (entry.in_compute_order and compute_held)]
+        if self._landing is None:
+            wait = wait and not any(entry.ended for entry in due)
+            late = late[:1] if wait else []
+        for entry in late:
             self._worker.wait(entry.request_id)
         self._poll()
         report = [entry for entry in due if entry.ended]

@@ -64,12 +64,13 @@ class WorkerConnector(Protocol):
     """The worker's half: moves the bytes. `before_step` is called by the runner, everything else by the engine."""
 
     def start_loads(self, loads: Sequence[Load]) -> None:
-        """Begin to fill blocks, beside the compute stream, when the step that carries them is submitted."""
+        """Begin to fill blocks, beside the compute stream, when the step that carries them is submitted; a load with
+        an `after_step` as soon as the saves of that step have been copied out."""
         ...
 
     def before_step(self, step: ScheduledStep) -> frozenset[int]:
-        """Called in compute order right before the step is computed: wait for its synchronous loads, and snapshot
-        the blocks of its saves (they are sent on in the background). Returns blocks that could not be loaded."""
+        """Called in compute order right before the step is computed: snapshot the blocks of its saves (they are sent
+        on in the background), then wait for its synchronous loads. Returns blocks that could not be loaded."""
         ...
 
     def poll(self) -> Transfers:
