@@ -1,0 +1,629 @@
+// The hub: decodes the history, holds position and selection, and calls every view to draw, once per animation frame.
+//
+// Owns: the reader of the layout in lab/pack.py (twin of lab/history.py), the store that all views of one history share.
+// Knows nothing about: what views draw.
+// Invariants: the state at a frame is a function of the bytes and the frame. Moving about never waits for the kernel; the
+// kernel is told where one looks once the hand rests.
+
+const [TAG_HEAD, TAG_REQUESTS, TAG_WORDS, TAG_FRAME, TAG_KEYFRAME] = [1, 2, 3, 4, 5];
+const HEADER_LENGTH = 6;
+const NUM_BLOCK_COLUMNS = LAB.blockColumns.length;
+const NUM_REQUEST_COLUMNS = LAB.requestColumns.length;
+const TELL_AFTER_MS = 200;
+const MARKED = new Set(LAB.marks.map(([row]) => row));
+
+/** Whole numbers, growing at the end. */
+class Numbers {
+  constructor() {
+    this.values = new Int32Array(64);
+    this.length = 0;
+  }
+  push(value) {
+    if (this.length === this.values.length) this.values = grown(this.values, 2 * this.length);
+    this.values[this.length++] = value;
+  }
+  at(index) {
+    return this.values[index];
+  }
+  set(index, value) {
+    this.values[index] = value;
+  }
+}
+
+function grown(array, length) {
+  const larger = new array.constructor(length);
+  larger.set(array);
+  return larger;
+}
+
+/** Reads LEB128 numbers from bytes. */
+class Reader {
+  constructor(bytes, at) {
+    this.bytes = bytes;
+    this.at = at;
+  }
+  number() {
+    let byte = this.bytes[this.at++];
+    if (byte < 0x80) return byte;
+    let value = byte & 0x7f, scale = 0x80;
+    do {
+      byte = this.bytes[this.at++];
+      value += (byte & 0x7f) * scale;
+      scale *= 0x80;
+    } while (byte >= 0x80);
+    return value;
+  }
+  signed() {
+    const code = this.number();
+    return code % 2 ? -(code + 1) / 2 : code / 2;
+  }
+}
+
+/** One frame's columns: blocks[column][block], requests[column][request]. */
+class State {
+  constructor(numBlocks) {
+    this.frame = -1;
+    this.blocks = LAB.blockColumns.map(() => new Int32Array(numBlocks));
+    this.requests = LAB.requestColumns.map(() => new Int32Array(16));
+    LAB.blockColumns.forEach((name, c) => Object.defineProperty(this, `block_${name}`, { get: () => this.blocks[c] }));
+    LAB.requestColumns.forEach((name, c) => Object.defineProperty(this, name, { get: () => this.requests[c] }));
+  }
+  clear() {
+    for (const column of [...this.blocks, ...this.requests]) column.fill(0);
+  }
+  widen(numRequests) {
+    const width = this.requests[0].length;
+    if (numRequests > width) this.requests = this.requests.map((cells) => grown(cells, Math.max(numRequests, 2 * width)));
+  }
+}
+
+/** What Python packed: see lab/pack.py for the layout. Grows with `append`. */
+class History {
+  constructor(bytes) {
+    this.bytes = new Uint8Array(0);
+    this.size = 0;
+    this.head = { config: {}, meta: {}, source: "" };
+    this.requests = [];
+    this.words = [];
+    this.frames = Object.fromEntries(
+      ["step", "kind", "at", "processed", "newest", "free", "changes", "row"].map((name) => [name, new Numbers()])
+    );
+    this.rows = { kind: new Numbers(), frame: new Numbers(), fields: new Numbers(), values: new Numbers() };
+    this.steps = Object.fromEntries(
+      ["number", "seq", "frame", "delivered", "calls", "callsBefore", "free", "time", "tokens", "written"].map((name) => [
+        name, new Numbers(),
+      ])
+    );
+    this.written = { request: new Numbers(), tokens: new Numbers(), runs: new Numbers() };
+    this.runs = { first: new Numbers(), length: new Numbers() };
+    this.waits = Object.fromEntries(
+      ["request", "blocks", "fence", "reason", "released", "returned"].map((name) => [name, new Numbers()])
+    );
+    this.marks = new Numbers();
+    this.keyframes = { frame: new Numbers(), at: new Numbers() };
+    this.lastWritten = new Map();
+    this.stepIndex = new Map();
+    this.state = null;
+    this.append(bytes);
+  }
+
+  get numFrames() {
+    return this.frames.step.length;
+  }
+  get numBlocks() {
+    return this.head.config.num_blocks;
+  }
+  get numSteps() {
+    return this.steps.number.length;
+  }
+  get lastStep() {
+    return this.numFrames ? this.frames.step.at(this.numFrames - 1) : 0;
+  }
+
+  append(piece) {
+    if (this.size + piece.length > this.bytes.length) {
+      this.bytes = grown(this.bytes, Math.max(this.size + piece.length, Math.min(2 * this.bytes.length, 1 << 26)));
+    }
+    this.bytes.set(piece, this.size);
+    const reader = new Reader(this.bytes, this.size || HEADER_LENGTH);
+    this.size += piece.length;
+    while (reader.at < this.size) {
+      const tag = reader.number(), length = reader.number(), end = reader.at + length;
+      this.takeChunk(tag, reader, end);
+      reader.at = end;
+    }
+    this.lineages = null;
+  }
+
+  takeChunk(tag, reader, end) {
+    if (tag === TAG_FRAME) return this.takeFrame(reader);
+    if (tag === TAG_KEYFRAME) {
+      this.keyframes.frame.push(this.numFrames - 1);
+      this.keyframes.at.push(reader.at);
+      return;
+    }
+    const value = JSON.parse(new TextDecoder().decode(this.bytes.subarray(reader.at, end)));
+    if (tag === TAG_HEAD) {
+      this.head = value;
+      this.state = new State(value.config.num_blocks);
+    } else if (tag === TAG_REQUESTS) {
+      for (const [id, prompt, maxTokens, priority, arrival] of value) {
+        this.requests.push({ id, prompt, maxTokens, priority, arrival });
+      }
+    } else if (tag === TAG_WORDS) this.words.push(...value);
+  }
+
+  takeFrame(reader) {
+    const { frames } = this, index = this.numFrames;
+    frames.step.push(reader.number());
+    frames.kind.push(reader.number());
+    frames.at.push(reader.number() + (index ? frames.at.at(index - 1) : 0));
+    frames.processed.push(reader.number());
+    frames.newest.push(reader.number());
+    frames.free.push(reader.number());
+    frames.row.push(this.rows.kind.length);
+    for (let left = reader.number(); left > 0; left--) this.takeRow(reader, index);
+    frames.changes.push(reader.at);
+  }
+
+  takeRow(reader, frame) {
+    const kind = reader.number(), { rows } = this, at = rows.values.length;
+    rows.kind.push(kind);
+    rows.frame.push(frame);
+    rows.fields.push(at);
+    for (let i = LAB.rowFields[kind].length; i > 0; i--) rows.values.push(reader.number());
+    const field = (i) => rows.values.at(at + i);
+    if (MARKED.has(kind)) this.marks.push(rows.kind.length - 1);
+    if (kind === LAB.rows.SCHEDULED) this.takeStep(reader, frame, field);
+    else if (kind === LAB.rows.DELIVERED) this.endStep(field(0), frame);
+    else if (kind === LAB.rows.RELEASED) this.beginWait(frame, field);
+    else if (kind === LAB.rows.RETURNED) this.endWait(frame, field);
+    else if (kind === LAB.rows.COUNTED) this.steps.seq.set(this.stepIndex.get(field(0)), field(1));
+  }
+
+  takeStep(reader, frame, field) {
+    const { steps } = this, index = this.numSteps;
+    const before = index ? steps.callsBefore.at(index - 1) + steps.calls.at(index - 1) : 0;
+    this.stepIndex.set(field(0), index);
+    steps.number.push(field(0));
+    steps.seq.push(field(1));
+    steps.calls.push(field(2));
+    steps.callsBefore.push(before);
+    steps.free.push(field(3));
+    steps.time.push(field(4));
+    steps.frame.push(frame);
+    steps.delivered.push(-1);
+    steps.written.push(this.written.request.length);
+    let request = 0, tokens = 0;
+    for (let left = reader.number(); left > 0; left--) {
+      request += reader.signed();
+      tokens += this.takeWritten(reader, request);
+    }
+    steps.tokens.push(tokens);
+  }
+
+  takeWritten(reader, request) {
+    const code = reader.number(), { runs } = this, tokens = code >> 1;
+    this.written.request.push(request);
+    this.written.tokens.push(tokens);
+    this.written.runs.push(runs.first.length);
+    if (code & 1) {
+      runs.first.push(this.lastWritten.get(request));
+      runs.length.push(1);
+      return tokens;
+    }
+    for (let left = reader.number(); left > 0; left--) {
+      const first = reader.number(), length = reader.number();
+      runs.first.push(first);
+      runs.length.push(length);
+      this.lastWritten.set(request, first + length - 1);
+    }
+    return tokens;
+  }
+
+  endStep(number, frame) {
+    const index = this.stepIndex.get(number);
+    if (index !== undefined) this.steps.delivered.set(index, frame);
+  }
+
+  beginWait(frame, field) {
+    const { waits } = this;
+    waits.request.push(field(0) - 1);
+    waits.blocks.push(field(1));
+    waits.fence.push(field(2));
+    waits.reason.push(field(3));
+    waits.released.push(frame);
+    waits.returned.push(-1);
+  }
+
+  endWait(frame, field) {
+    const { waits } = this;
+    for (let i = waits.request.length - 1; i >= 0; i--) {
+      if (waits.returned.at(i) < 0 && waits.request.at(i) === field(0) - 1 && waits.fence.at(i) === field(2)) {
+        waits.returned.set(i, frame);
+        return;
+      }
+    }
+  }
+
+  // ---- the state at a frame
+
+  seek(frame) {
+    const { state, keyframes } = this;
+    state.widen(this.requests.length);
+    const key = lastAtMost(keyframes.frame, frame);
+    const known = key < 0 ? -1 : keyframes.frame.at(key);
+    if (state.frame > frame || state.frame < known) {
+      state.clear();
+      if (key >= 0) this.applyChanges(keyframes.at.at(key));
+      state.frame = known;
+    }
+    while (state.frame < frame) this.applyChanges(this.frames.changes.at(++state.frame));
+    return state;
+  }
+
+  applyChanges(at, onRun = null) {
+    const reader = new Reader(this.bytes, at), { state } = this;
+    const mask = reader.number();
+    for (let c = 0; c < NUM_BLOCK_COLUMNS + NUM_REQUEST_COLUMNS; c++) {
+      if (!((mask >> c) & 1)) continue;
+      const cells = c < NUM_BLOCK_COLUMNS ? state.blocks[c] : state.requests[c - NUM_BLOCK_COLUMNS];
+      let cell = 0;
+      for (let left = reader.number(); left > 0; left--) {
+        cell += reader.number();
+        const end = cell + reader.number(), difference = reader.signed();
+        if (onRun) onRun(c, cell, end, difference);
+        else for (let i = cell; i < end; i++) cells[i] += difference;
+        cell = end;
+      }
+    }
+  }
+
+  // ---- questions
+
+  /** Fields of a row by name, with `kind` and `frame`. */
+  row(index) {
+    const { rows } = this, kind = rows.kind.at(index), at = rows.fields.at(index);
+    const row = { kind, frame: rows.frame.at(index) };
+    LAB.rowFields[kind].forEach((name, i) => (row[name] = rows.values.at(at + i)));
+    return row;
+  }
+
+  rowsOf(frame) {
+    const end = frame + 1 < this.numFrames ? this.frames.row.at(frame + 1) : this.rows.kind.length;
+    const found = [];
+    for (let i = this.frames.row.at(frame); i < end; i++) found.push(this.row(i));
+    return found;
+  }
+
+  nameOf(ref) {
+    return ref > 0 && ref <= this.requests.length ? this.requests[ref - 1].id : "";
+  }
+
+  /** Index of the last step decided at or before a frame; -1 if there is none. */
+  stepAt(frame) {
+    return lastAtMost(this.steps.frame, frame);
+  }
+
+  /** Steps in flight at the end of a frame, as indices, oldest first. */
+  inFlight(frame) {
+    const { steps } = this, found = [];
+    for (let i = this.stepAt(frame); i >= 0; i--) {
+      if (!steps.tokens.at(i)) continue;
+      const delivered = steps.delivered.at(i);
+      if (delivered >= 0 && delivered <= frame) break;
+      found.unshift(i);
+    }
+    return found;
+  }
+
+  /** Calls visit(request, tokens, first, length) for every run of blocks a step writes. */
+  eachWritten(step, visit) {
+    const { written, runs } = this;
+    const end = step + 1 < this.numSteps ? this.steps.written.at(step + 1) : written.request.length;
+    for (let w = this.steps.written.at(step); w < end; w++) {
+      const last = w + 1 < written.request.length ? written.runs.at(w + 1) : runs.first.length;
+      for (let r = written.runs.at(w); r < last; r++) {
+        visit(written.request.at(w), written.tokens.at(w), runs.first.at(r), runs.length.at(r));
+      }
+    }
+  }
+
+  /** Numbers of requests a step scheduled. */
+  numWritten(step) {
+    const end = step + 1 < this.numSteps ? this.steps.written.at(step + 1) : this.written.request.length;
+    return end - this.steps.written.at(step);
+  }
+
+  /** A block's past and future: periods {owner, fence, cached, from, to} (frames; `to` is where the next one begins). */
+  lineage(block) {
+    this.lineages ??= this.collectLineages();
+    const { first, frame, column, value } = this.lineages;
+    const cells = [0, 0, 0, 0], periods = [];
+    let now = { owner: 0, fence: 0, cached: false, from: 0, to: this.numFrames };
+    for (let i = first[block]; i < first[block + 1]; ) {
+      const at = frame[i];
+      for (; i < first[block + 1] && frame[i] === at; i++) cells[column[i]] += value[i];
+      const [owner, , flags, fence] = cells, cached = (flags & LAB.flags.CACHED) > 0;
+      if (owner === now.owner && fence === now.fence && (owner > 0 || cached === now.cached)) continue;
+      if (at > now.from) periods.push({ ...now, to: at });
+      now = { owner, fence, cached, from: at, to: this.numFrames };
+    }
+    return [...periods, now];
+  }
+
+  /** All changes of blocks' cells, sorted by block: one pass over the bytes, made when first asked for. */
+  collectLineages() {
+    const block = new Numbers(), frame = new Numbers(), column = new Numbers(), value = new Numbers();
+    const count = new Int32Array(this.numBlocks + 1);
+    for (let f = 0; f < this.numFrames; f++) {
+      this.applyChanges(this.frames.changes.at(f), (c, start, end, difference) => {
+        if (c >= NUM_BLOCK_COLUMNS) return;
+        for (let b = start; b < end; b++) {
+          block.push(b);
+          frame.push(f);
+          column.push(c);
+          value.push(difference);
+          count[b + 1]++;
+        }
+      });
+    }
+    for (let b = 0; b < this.numBlocks; b++) count[b + 1] += count[b];
+    const next = count.slice(), size = block.length;
+    const sorted = { first: count, frame: new Int32Array(size), column: new Int32Array(size), value: new Int32Array(size) };
+    for (let i = 0; i < size; i++) {
+      const to = next[block.at(i)]++;
+      sorted.frame[to] = frame.at(i);
+      sorted.column[to] = column.at(i);
+      sorted.value[to] = value.at(i);
+    }
+    return sorted;
+  }
+}
+
+/** Index of the last entry of ascending numbers that is at most `value`; -1 if none. */
+function lastAtMost(numbers, value) {
+  let low = 0, high = numbers.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (numbers.at(middle) <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+}
+
+/** What all views of one history share. `model` is the hub's widget model. */
+class Store {
+  constructor(model, signal) {
+    this.model = model;
+    this.history = new History(bytesOf(model.get("packed")));
+    this.generation = model.get("generation");
+    this.views = new Set();
+    this.listeners = new Map();
+    this.frameTimes = [];
+    this.messages = [];
+    this.why = new Map();
+    this.note = { kind: "", text: "" };
+    this.block = model.get("block");
+    this.request = this.indexOf(model.get("request"));
+    this.position = this.clamp(model.get("position"));
+    this.playing = false;
+    this.waitingForStep = false;
+    model.on("change:packed", () => this.replaceHistory());
+    model.on("change:position", () => this.moveTo(model.get("position"), false));
+    model.on("change:request", () => this.select({ request: this.indexOf(model.get("request")) }, false));
+    model.on("change:block", () => this.select({ block: model.get("block") }, false));
+    model.on("change:status", () => this.emit("status"));
+    model.on("msg:custom", (content, buffers) => this.receive(content, buffers));
+    signal?.addEventListener("abort", () => this.dispose());
+  }
+
+  dispose() {
+    this.playing = false;
+    clearTimeout(this.tellTimer);
+    cancelAnimationFrame(this.drawRequest);
+    this.views.clear();
+    this.listeners.clear();
+  }
+
+  // ---- listening and drawing
+
+  on(event, listener, signal) {
+    if (!this.listeners.has(event)) this.listeners.set(event, new Set());
+    this.listeners.get(event).add(listener);
+    signal?.addEventListener("abort", () => this.listeners.get(event)?.delete(listener));
+  }
+
+  emit(event, detail) {
+    for (const listener of this.listeners.get(event) ?? []) listener(detail);
+  }
+
+  /** Register a view: draw(state, store) is called whenever something that it may show has changed. */
+  view(draw, signal) {
+    this.views.add(draw);
+    signal?.addEventListener("abort", () => this.views.delete(draw));
+    this.invalidate();
+  }
+
+  invalidate() {
+    this.drawRequest ??= requestAnimationFrame(() => this.drawNow());
+  }
+
+  drawNow() {
+    this.drawRequest = null;
+    if (!this.history.numFrames) return;
+    const start = performance.now();
+    const state = this.history.seek(this.position);
+    for (const draw of this.views) draw(state, this);
+    this.frameTimes.push(performance.now() - start);
+    if (this.frameTimes.length > 5000) this.frameTimes.shift();
+  }
+
+  // ---- where one looks
+
+  get status() {
+    return this.model.get("status");
+  }
+  get lastFrame() {
+    return this.history.numFrames - 1;
+  }
+  get atEnd() {
+    return this.position >= this.lastFrame;
+  }
+  get step() {
+    return this.history.numFrames ? this.history.frames.step.at(this.position) : 0;
+  }
+
+  clamp(frame) {
+    return Math.max(0, Math.min(Math.round(frame), this.lastFrame));
+  }
+
+  indexOf(id) {
+    return id ? this.history.requests.findIndex((request) => request.id === id) : -1;
+  }
+
+  moveTo(frame, tell = true) {
+    const position = this.clamp(frame);
+    if (position === this.position) return;
+    this.position = position;
+    this.emit("position");
+    this.invalidate();
+    if (tell) this.tellLater();
+  }
+
+  select({ request = this.request, block = this.block }, tell = true) {
+    if (request === this.request && block === this.block) return;
+    this.request = request;
+    this.block = block;
+    this.emit("selection");
+    this.invalidate();
+    if (tell) this.tellLater();
+  }
+
+  tellLater() {
+    clearTimeout(this.tellTimer);
+    this.tellTimer = setTimeout(() => this.tell(), TELL_AFTER_MS);
+  }
+
+  tell() {
+    clearTimeout(this.tellTimer);
+    this.model.set("position", this.position);
+    this.model.set("request", this.request < 0 ? "" : this.history.requests[this.request].id);
+    this.model.set("block", this.block);
+    this.model.save_changes();
+  }
+
+  /** One moment on; at the end of the history the kernel is asked for one more step. */
+  forward() {
+    if (!this.atEnd) return this.moveTo(this.position + 1);
+    if (!this.status.can_step || this.waitingForStep) return (this.playing = this.playing && this.waitingForStep);
+    this.waitingForStep = true;
+    this.command("step");
+  }
+
+  /** To the last moment of the step before, or the first moment at which the next step is decided. */
+  byStep(direction) {
+    const { steps } = this.history;
+    const index = this.history.stepAt(this.position);
+    if (direction > 0) {
+      if (index + 1 < this.history.numSteps) this.moveTo(steps.frame.at(index + 1));
+      else if (this.atEnd) this.forward();
+      else this.moveTo(this.lastFrame);
+      return;
+    }
+    const here = index >= 0 && this.position > steps.frame.at(index) ? index : index - 1;
+    this.moveTo(here >= 0 ? steps.frame.at(here) : 0);
+  }
+
+  /** To the next or last frame with a marked row. direction: 1 or -1. */
+  byMark(direction) {
+    const { marks, rows } = this.history;
+    for (let i = direction > 0 ? 0 : marks.length - 1; i >= 0 && i < marks.length; i += direction) {
+      const frame = rows.frame.at(marks.at(i));
+      if ((frame - this.position) * direction > 0) return this.moveTo(frame);
+    }
+  }
+
+  // ---- the kernel
+
+  command(name, args = {}) {
+    this.tell();
+    this.setNote("", "");
+    this.model.send({ do: name, step: this.step, ...args });
+  }
+
+  setNote(kind, text) {
+    this.note = { kind, text };
+    this.emit("note");
+  }
+
+  receive(content, buffers) {
+    this.messages.push(performance.now());
+    if (this.messages.length > 5000) this.messages.shift();
+    if (content.kind === "append") this.appendHistory(content, buffers[0]);
+    else if (content.kind === "note") {
+      this.waitingForStep = this.playing = false;
+      this.setNote(content.level, content.text);
+    } else if (content.kind === "why") this.takeWhy(content);
+    else if (content.kind === "done") this.waitingForStep = false;
+    this.emit(content.kind, content);
+  }
+
+  appendHistory({ generation, offset }, buffer) {
+    const piece = bytesOf(buffer);
+    if (generation === this.generation && offset + piece.length <= this.history.size) return;
+    if (generation !== this.generation || offset !== this.history.size) return this.model.send({ do: "resend" });
+    const wasAtEnd = this.atEnd, before = this.history.numFrames;
+    this.history.append(piece);
+    this.afterHistory();
+    if (this.waitingForStep) this.moveTo(before);
+    else if (wasAtEnd) this.moveTo(this.lastFrame, false);
+    this.waitingForStep = false;
+  }
+
+  replaceHistory() {
+    const request = this.request < 0 ? "" : this.history.requests[this.request].id;
+    this.history = new History(bytesOf(this.model.get("packed")));
+    this.generation = this.model.get("generation");
+    this.request = this.indexOf(request);
+    this.position = this.clamp(this.model.get("position"));
+    this.waitingForStep = false;
+    this.why.clear();
+    this.afterHistory();
+    this.emit("position");
+  }
+
+  afterHistory() {
+    this.emit("history");
+    this.invalidate();
+  }
+
+  /** Sentences about the step one looks at; null while the kernel is asked. */
+  explanation() {
+    const key = `${this.step}`, known = this.why.get(key);
+    const upTo = lastAtMost(this.history.frames.step, this.step);
+    if (known && known.upTo === upTo) return known.lines;
+    if (this.askedWhy !== `${key}/${upTo}`) {
+      this.askedWhy = `${key}/${upTo}`;
+      this.model.send({ do: "explain", step: this.step, upTo });
+    }
+    return known ? known.lines : null;
+  }
+
+  takeWhy({ step, upTo, lines }) {
+    this.why.set(`${step}`, { lines, upTo });
+    this.invalidate();
+  }
+}
+
+function bytesOf(view) {
+  if (!view) return new Uint8Array(0);
+  if (view instanceof ArrayBuffer) return new Uint8Array(view);
+  return new Uint8Array(view.buffer, view.byteOffset, view.byteLength);
+}
+
+export default {
+  initialize({ model, signal }) {
+    return new Store(model, signal);
+  },
+};
