@@ -138,7 +138,7 @@ def finish(s: Scheduler, request: Request, status: RequestStatus) -> None:
         keep = s.connector.request_finished(request, request.block_ids) and status in _NORMAL_FINISH
     if before is RequestStatus.WAITING_FOR_REMOTE_KVS and request.id not in s.landed:
         s.awaiting_load[request.id] = request
-    elif keep and request.block_ids:
+    elif keep:
         s.keep_for_save(request)
     else:
         s.kv.release(request, "aborted" if status is RequestStatus.ABORTED else "finished", s.step)
@@ -148,31 +148,38 @@ def finish(s: Scheduler, request: Request, status: RequestStatus) -> None:
 # ---- failed loads
 
 
-def fail_loads(s: Scheduler, invalid: frozenset[int]) -> list[Request]:
-    """Blocks could not be filled. Cut (policy "recompute") or collect (policy "fail") the requests that count
-    on them: those loading first, then the running ones. Returns the requests that must end with an error."""
+def fail_loads(s: Scheduler, invalid: frozenset[int], record: InFlight | None) -> list[Request]:
+    """Blocks could not be filled; record: the step being processed, None for an empty one. Cut (policy
+    "recompute") or collect (policy "fail") the requests that count on them: those loading first, then the running
+    ones. Returns the requests that must end with an error."""
     recompute = s.config.load_failure_policy == "recompute"
+    counts = {r.id: count for r, count in zip(record.requests, record.counts, strict=True)} if record else {}
     hit: list[Request] = []
+    seen: set[int] = set()
     loading = [r for r in s.kv_holding_waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
     for request in [*loading, *s.running]:
-        valid = _num_valid_tokens(s, request, invalid)
-        if valid is None:
+        bad = _bad_blocks(s, request, invalid, counts.get(request.id, 0))
+        if not bad:
             continue
         hit.append(request)
-        _cut(s, request, valid, invalid) if recompute else _give_up(s, request, valid, invalid)
+        if recompute:
+            _cut(s, request, bad[0] * s.kv.block_size, invalid)
+        else:
+            _give_up(s, request, bad, invalid, seen)
     return [] if recompute else sorted(hit, key=lambda request: request.id)
 
 
-def _num_valid_tokens(s: Scheduler, request: Request, invalid: frozenset[int]) -> int | None:
-    """Tokens before the first bad block, None if no block of its computed tokens is bad. Tokens of steps in
-    flight (those of the step being processed included) are not looked at."""
-    computed = request.num_computed_tokens
-    if request.status is _RUNNING:
-        computed -= request.num_in_flight_tokens - request.num_stale_output_tokens
-    for i in range(-(-computed // s.kv.block_size)):
-        if request.block_ids[i] in invalid:
-            return i * s.kv.block_size
-    return None
+def _bad_blocks(s: Scheduler, request: Request, invalid: frozenset[int], count: int) -> list[int]:
+    """Indices of the bad blocks among those of its computed tokens before this step, which gave it `count` tokens.
+
+    Where a running request is to be cut, tokens of the steps in flight behind this one are not looked at either:
+    their output is dropped, and the cut must not lie beyond the known tokens.
+    """
+    computed = request.num_computed_tokens - count
+    if request.status is _RUNNING and s.config.load_failure_policy == "recompute":
+        computed = request.num_computed_tokens - request.num_in_flight_tokens + request.num_stale_output_tokens
+    blocks = request.block_ids[: max(0, -(-computed // s.kv.block_size))]
+    return [i for i, block in enumerate(blocks) if block in invalid]
 
 
 def _tell_failed(s: Scheduler, request: Request, valid: int, invalid: frozenset[int], dropped: int) -> None:
@@ -196,10 +203,16 @@ def _cut(s: Scheduler, request: Request, valid: int, invalid: frozenset[int]) ->
         request.drop_stale_output = dropped > 0
 
 
-def _give_up(s: Scheduler, request: Request, valid: int, invalid: frozenset[int]) -> None:
-    """Policy "fail": everything from the first bad block on leaves the prefix cache."""
-    _tell_failed(s, request, valid, invalid, request.num_in_flight_tokens)
-    s.kv.uncache(request.block_ids[valid // s.kv.block_size :], s.step)
+def _give_up(s: Scheduler, request: Request, bad: list[int], invalid: frozenset[int], seen: set[int]) -> None:
+    """Policy "fail": a running request's blocks leave the prefix cache, from the first bad one on that no running
+    request before it has answered for (`seen`, extended here); a loading one's have not been entered yet."""
+    _tell_failed(s, request, bad[0] * s.kv.block_size, invalid, request.num_in_flight_tokens)
+    if request.status is not _RUNNING:
+        return
+    own = [i for i in bad if request.block_ids[i] not in seen]
+    seen.update(request.block_ids[i] for i in bad)
+    if own:
+        s.kv.uncache(request.block_ids[own[0] :], s.step)
 
 
 # ---- finished transfers
