@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from kvsched.config import SchedulerConfig
 from kvsched.connector.base import SchedulerConnector, WorkerConnector
@@ -37,6 +37,10 @@ from kvsched.sched.scheduler import Scheduler
 from kvsched.step import NO_TRANSFERS, ScheduledStep, StepResult
 from kvsched.trace.events import VERSION, FaultInjected, RunStarted
 from kvsched.transfers import TransferDesk
+
+if TYPE_CHECKING:
+    from kvsched.connector.disk import DiskTier
+    from kvsched.connector.host import HostTier
 
 _MOST_IDLE_TURNS = 1000
 """Consecutive turns in which nothing is scheduled, computed or transferred, before the engine says it is stuck."""
@@ -193,6 +197,7 @@ class Engine:
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
         landing: int | None = None,
+        connector: HostTier | DiskTier | None = None,
         options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Self:
@@ -200,6 +205,7 @@ class Engine:
 
         model: "smollm2", "random:llama-tiny" and the like, a folder, a hub id, or a LoadedModel.
         device: "auto", "cpu" or "cuda". num_blocks or kv_cache_memory (bytes): the size of the pool.
+        connector: a store that full blocks are copied to, and loaded back from.
         options: further arguments of Engine. settings: those of SchedulerConfig; max_model_len defaults to what
         the model can do.
         Raises ModelUnavailable (a ValueError) that says how to get a missing model.
@@ -219,11 +225,15 @@ class Engine:
         )
         settings["max_model_len"] = runner.max_model_len
         config = SchedulerConfig(num_blocks=runner.num_blocks).with_changes(**settings)
-        given = {
+        given: dict[str, Any] = {
             "tokenizer": runner.tokenizer,
             "eos_token_ids": runner.eos_token_ids,
             "meta": {"model": runner.model_name, "device": str(runner.device)},
         } | dict(options or {})
+        if connector is not None:
+            from kvsched.runner.torch_tiers import open_tier
+
+            given["connector"] = open_tier(connector, runner)
         return cls(config, runner, landing=landing, max_model_len_is_explicit=explicit, **given)
 
     # ---- requests
@@ -306,8 +316,8 @@ class Engine:
         step = self.schedule()
         outputs += self._land(step)
         moving = any(not entry.is_gated for entry in list(self._in_flight)[:1])
-        busy = not step.is_empty or bool(outputs) or moving or (self._desk is not None and self._desk.pending)
-        self._count_idle_turns(busy)
+        moving |= self._desk is not None and self._desk.can_move(self._compute_is_held())
+        self._count_idle_turns(not step.is_empty or bool(outputs) or moving)
         return outputs
 
     def schedule(self) -> ScheduledStep:
@@ -347,7 +357,7 @@ class Engine:
         if step.is_empty:
             self._forgotten += step.finished_request_ids
             if step.saves:
-                self._side.append(self.runner.submit(step, self._gate_for(step)))
+                self._side.append(self.runner.submit(step))
             return
         sent = step
         if self._forgotten:
@@ -518,12 +528,19 @@ class Engine:
 
     def drain(self) -> list[TokenOutput]:
         """Process everything in flight and in the air, scheduling nothing new if nothing lives."""
-        outputs: list[TokenOutput] = []
-        while self._in_flight or self.has_unfinished_requests() or (self._desk is not None and self._desk.pending):
+        outputs = self._step_while_busy()
+        if self._desk is not None and self.scheduler.kept_for_save:  # these saves go out with the next step
             outputs += self.step()
+            outputs += self._step_while_busy()
         for future in self._side:
             future.result()
         self._side = []
+        return outputs
+
+    def _step_while_busy(self) -> list[TokenOutput]:
+        outputs: list[TokenOutput] = []
+        while self._in_flight or self.has_unfinished_requests() or (self._desk is not None and self._desk.pending):
+            outputs += self.step()
         return outputs
 
     def output(self, request_id: str) -> RequestOutput:

@@ -51,6 +51,10 @@ class TransferDesk:
         """Whether anything has been started and not reported."""
         return bool(self._in_air)
 
+    def can_move(self, compute_held: bool) -> bool:
+        """Whether anything in the air can end by itself, given that a step waits at a gate or not."""
+        return any(not (entry.in_compute_order and compute_held) for entry in self._in_air)
+
     def start(self, step: ScheduledStep, tick: int) -> frozenset[int]:
         """Start a step's loads and note its final saves; call it when the step is submitted.
 
