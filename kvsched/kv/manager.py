@@ -143,7 +143,6 @@ class KVManager:
         self.tainted.update(request.block_ids[num_valid // self.block_size :])
 
     def recomputed(self, request: Request, start: int, end: int) -> None:
-        """A step computes tokens [start, end) of the request: blocks whose first token lies there are written
-        anew from their start."""
-        first, last = -(-start // self.block_size), -(-end // self.block_size)
-        self.tainted.difference_update(request.block_ids[first:last])
+        """A step computes tokens [start, end) of the request, which was cut at a block boundary and goes on from
+        there: blocks that end in [start, end) hold right content throughout."""
+        self.tainted.difference_update(request.block_ids[start // self.block_size : end // self.block_size])
