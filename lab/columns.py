@@ -129,13 +129,15 @@ STATUS_NAMES = (
     "loading",
     "running",
     "preempted",
-    "finished: stop token",
-    "finished: length",
-    "finished: aborted",
-    "finished: error",
-    "finished: outgrew the pool",
+    "stop",
+    "length",
+    "aborted",
+    "error",
+    "pool",
 )
-"""Words for the `status` column."""
+"""Words for the `status` column. From the sixth on: why it finished (a stop token, its length, …, it outgrew the pool)."""
+
+FIRST_FINISHED = STATUS_NAMES.index("stop")
 
 
 def browser_constants() -> dict[str, Any]:
@@ -151,4 +153,5 @@ def browser_constants() -> dict[str, Any]:
         "palette": PALETTE,
         "patterns": PATTERNS,
         "statusNames": STATUS_NAMES,
+        "firstFinished": FIRST_FINISHED,
     }

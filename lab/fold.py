@@ -12,7 +12,7 @@ schedule() call, after every processed output (with the requests that end by it)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvsched.trace import events as ev
 from kvsched.trace.fold import apply
-from kvsched.trace.state import State
+from kvsched.trace.state import RequestState, State
 from lab.columns import BLOCK_COLUMNS, REQUEST_COLUMNS, BlockFlag, FrameKind, Row
 from lab.rows import FrameRow, RowMaker
 
@@ -30,17 +30,21 @@ Run = tuple[int, int]
 """First block and number of blocks."""
 
 _STEPS, _GIVEN, _TICKET = map(REQUEST_COLUMNS.index, ("steps", "given", "ticket"))
-_ATTRIBUTES = {
-    "status": "status",
-    "queue": "queue",
-    "computed": "num_computed_tokens",
-    "known": "num_tokens",
-    "blocks": "num_blocks",
-    "in_flight": "num_in_flight_tokens",
-    "stale": "num_stale_output_tokens",
-    "preemptions": "num_preemptions",
-}
-_READ_OFF = [(REQUEST_COLUMNS.index(column), attrgetter(name)) for column, name in _ATTRIBUTES.items()]
+_READ_OFF: list[tuple[int, Callable[[RequestState], int]]] = [
+    (REQUEST_COLUMNS.index("status"), lambda r: r.status + 1),
+    *(
+        (REQUEST_COLUMNS.index(column), attrgetter(name))
+        for column, name in (
+            ("queue", "queue"),
+            ("computed", "num_computed_tokens"),
+            ("known", "num_tokens"),
+            ("blocks", "num_blocks"),
+            ("in_flight", "num_in_flight_tokens"),
+            ("stale", "num_stale_output_tokens"),
+            ("preemptions", "num_preemptions"),
+        )
+    ),
+]
 _CACHED, _FENCED = int(BlockFlag.CACHED), int(BlockFlag.FENCED)
 
 

@@ -40,12 +40,15 @@ class Recorder:
         self.scheduler = Scheduler(
             config,
             emit=self.events.append,
-            slots_fault=lambda request, call, step: call in self.fails,
+            slots_fault=self._fails_call,
             clock=lambda: 0.02 * self.scheduler.step,
         )
         self.in_flight: list[ScheduledStep] = []
         self.requests: dict[str, Request] = {}
         self._add_arrivals()
+
+    def _fails_call(self, request_id: str, call: int, step: int) -> bool:
+        return call in self.fails
 
     def _add_arrivals(self) -> None:
         while self.asks and self.asks[0].at <= self.scheduler.step + 1:
@@ -94,13 +97,27 @@ def record(
 
 
 SMALL_CONFIG = SchedulerConfig(
-    num_blocks=13, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64, defer_block_free=True
+    num_blocks=11,
+    block_size=4,
+    max_num_seqs=3,
+    max_num_batched_tokens=16,
+    max_model_len=64,
+    max_in_flight=3,
+    reserve_full_isl=False,
+    defer_block_free=True,
 )
-SMALL_ASKS = (Ask("r1", 7, 9), Ask("r2", 10, 8), Ask("r3", 6, 12, at=2), Ask("r4", 9, 6, at=4), Ask("r5", 5, 10, at=9))
+SMALL_ASKS = (
+    Ask("r1", 7, 10),
+    Ask("r2", 10, 8),
+    Ask("r3", 6, 12, at=2),
+    Ask("r4", 9, 6, at=4),
+    Ask("r5", 5, 12, at=6),
+    Ask("r6", 8, 9, at=8),
+)
 
 
 def small_run(**changes: Any) -> list[Any]:
-    """Five requests in twelve blocks of four tokens, fence on: preemptions, guard stops and deferred frees."""
+    """Six requests in ten blocks of four tokens, three steps in flight: preemptions, guard stops, deferred frees."""
     return record(SMALL_CONFIG.with_changes(**changes), SMALL_ASKS, fails={14})
 
 

@@ -2,7 +2,7 @@
 
 const PATTERNS_FROM = 8;
 const LABELS_FROM = 30;
-const LARGEST = 64;
+const LARGEST = 88;
 const LENS = { cell: 30, columns: 9, rows: 5 };
 const LEGEND = [
   ["free", "free"], ["cached", "free, still cached"], ["held", "held"], ["writing", "being written"],
@@ -52,7 +52,7 @@ async function render({ model, el: root, host, signal }) {
 function writers(store) {
   const { history } = store, found = new Map();
   for (const step of history.inFlight(store.position)) {
-    history.eachWritten(step, (request, tokens, first, length) => {
+    history.eachWritten(step, (request, first, length) => {
       for (let block = first; block < first + length; block++) {
         if (!found.has(block)) found.set(block, []);
         found.get(block).push({ step: history.steps.number.at(step), request });
@@ -140,6 +140,7 @@ function drawCell(ctx, theme, look, x, y, size) {
   if (look.owner < 0) {
     ctx.fillStyle = theme.paper2;
     ctx.fillRect(x, y, size, size);
+    if (size >= 12) frame(ctx, theme.line, x, y, size, 1);
     if (look.cached) cornerDots(ctx, theme, x, y, size);
   } else {
     ctx.fillStyle = requestFill(ctx, theme, look.owner, look.fenced);
@@ -153,9 +154,9 @@ function drawCell(ctx, theme, look, x, y, size) {
 }
 
 function cornerDots(ctx, theme, x, y, size) {
-  const r = Math.max(1, size / 16), step = size / 4;
+  const r = Math.max(1.5, size / 16), step = size / 4;
   ctx.fillStyle = theme.ink2;
-  ctx.globalAlpha = 0.5;
+  ctx.globalAlpha = 0.6;
   for (let i = 1; i <= 3; i++) for (let j = 1; j <= 3; j++) ctx.fillRect(x + i * step - r / 2, y + j * step - r / 2, r, r);
   ctx.globalAlpha = 1;
 }

@@ -59,21 +59,23 @@ class Reader {
   }
 }
 
-/** One frame's columns: blocks[column][block], requests[column][request]. */
+/** One frame's columns. `state.block_owner[block]`, `state.computed[request]`, and so on. */
 class State {
   constructor(numBlocks) {
     this.frame = -1;
-    this.blocks = LAB.blockColumns.map(() => new Int32Array(numBlocks));
-    this.requests = LAB.requestColumns.map(() => new Int32Array(16));
-    LAB.blockColumns.forEach((name, c) => Object.defineProperty(this, `block_${name}`, { get: () => this.blocks[c] }));
-    LAB.requestColumns.forEach((name, c) => Object.defineProperty(this, name, { get: () => this.requests[c] }));
+    this.blockCells = LAB.blockColumns.map(() => new Int32Array(numBlocks));
+    this.requestCells = LAB.requestColumns.map(() => new Int32Array(16));
+    const name = (key, get) => Object.defineProperty(this, key, { get });
+    LAB.blockColumns.forEach((key, c) => name(`block_${key}`, () => this.blockCells[c]));
+    LAB.requestColumns.forEach((key, c) => name(key, () => this.requestCells[c]));
   }
   clear() {
-    for (const column of [...this.blocks, ...this.requests]) column.fill(0);
+    for (const cells of [...this.blockCells, ...this.requestCells]) cells.fill(0);
   }
   widen(numRequests) {
-    const width = this.requests[0].length;
-    if (numRequests > width) this.requests = this.requests.map((cells) => grown(cells, Math.max(numRequests, 2 * width)));
+    const width = this.requestCells[0].length;
+    if (numRequests <= width) return;
+    this.requestCells = this.requestCells.map((cells) => grown(cells, Math.max(numRequests, 2 * width)));
   }
 }
 
@@ -100,6 +102,7 @@ class History {
       ["request", "blocks", "fence", "reason", "released", "returned"].map((name) => [name, new Numbers()])
     );
     this.marks = new Numbers();
+    this.deliveries = { frame: new Numbers(), tokens: new Numbers(), time: new Numbers() };
     this.keyframes = { frame: new Numbers(), at: new Numbers() };
     this.lastWritten = new Map();
     this.stepIndex = new Map();
@@ -175,7 +178,7 @@ class History {
     const field = (i) => rows.values.at(at + i);
     if (MARKED.has(kind)) this.marks.push(rows.kind.length - 1);
     if (kind === LAB.rows.SCHEDULED) this.takeStep(reader, frame, field);
-    else if (kind === LAB.rows.DELIVERED) this.endStep(field(0), frame);
+    else if (kind === LAB.rows.DELIVERED) this.endStep(frame, field);
     else if (kind === LAB.rows.RELEASED) this.beginWait(frame, field);
     else if (kind === LAB.rows.RETURNED) this.endWait(frame, field);
     else if (kind === LAB.rows.COUNTED) this.steps.seq.set(this.stepIndex.get(field(0)), field(1));
@@ -221,9 +224,12 @@ class History {
     return tokens;
   }
 
-  endStep(number, frame) {
-    const index = this.stepIndex.get(number);
+  endStep(frame, field) {
+    const index = this.stepIndex.get(field(0));
     if (index !== undefined) this.steps.delivered.set(index, frame);
+    this.deliveries.frame.push(frame);
+    this.deliveries.tokens.push(field(1));
+    this.deliveries.time.push(field(2));
   }
 
   beginWait(frame, field) {
@@ -267,7 +273,7 @@ class History {
     const mask = reader.number();
     for (let c = 0; c < NUM_BLOCK_COLUMNS + NUM_REQUEST_COLUMNS; c++) {
       if (!((mask >> c) & 1)) continue;
-      const cells = c < NUM_BLOCK_COLUMNS ? state.blocks[c] : state.requests[c - NUM_BLOCK_COLUMNS];
+      const cells = c < NUM_BLOCK_COLUMNS ? state.blockCells[c] : state.requestCells[c - NUM_BLOCK_COLUMNS];
       let cell = 0;
       for (let left = reader.number(); left > 0; left--) {
         cell += reader.number();
@@ -317,22 +323,25 @@ class History {
     return found;
   }
 
-  /** Calls visit(request, tokens, first, length) for every run of blocks a step writes. */
-  eachWritten(step, visit) {
-    const { written, runs } = this;
-    const end = step + 1 < this.numSteps ? this.steps.written.at(step + 1) : written.request.length;
-    for (let w = this.steps.written.at(step); w < end; w++) {
-      const last = w + 1 < written.request.length ? written.runs.at(w + 1) : runs.first.length;
-      for (let r = written.runs.at(w); r < last; r++) {
-        visit(written.request.at(w), written.tokens.at(w), runs.first.at(r), runs.length.at(r));
-      }
-    }
-  }
-
-  /** Numbers of requests a step scheduled. */
-  numWritten(step) {
+  /** How many requests a step scheduled. */
+  numScheduled(step) {
     const end = step + 1 < this.numSteps ? this.steps.written.at(step + 1) : this.written.request.length;
     return end - this.steps.written.at(step);
+  }
+
+  /** Calls visit(request, tokens, index) for every request of a step. */
+  eachScheduled(step, visit) {
+    const { written } = this, first = this.steps.written.at(step), end = first + this.numScheduled(step);
+    for (let w = first; w < end; w++) visit(written.request.at(w), written.tokens.at(w), w);
+  }
+
+  /** Calls visit(request, first, length) for every run of blocks that a step writes. */
+  eachWritten(step, visit) {
+    const { written, runs } = this;
+    this.eachScheduled(step, (request, tokens, w) => {
+      const end = w + 1 < written.request.length ? written.runs.at(w + 1) : runs.first.length;
+      for (let r = written.runs.at(w); r < end; r++) visit(request, runs.first.at(r), runs.length.at(r));
+    });
   }
 
   /** A block's past and future: periods {owner, fence, cached, from, to} (frames; `to` is where the next one begins). */
@@ -396,26 +405,30 @@ function lastAtMost(numbers, value) {
 class Store {
   constructor(model, signal) {
     this.model = model;
-    this.history = new History(bytesOf(model.get("packed")));
-    this.generation = model.get("generation");
     this.views = new Set();
     this.listeners = new Map();
     this.frameTimes = [];
     this.messages = [];
-    this.why = new Map();
-    this.note = { kind: "", text: "" };
-    this.block = model.get("block");
-    this.request = this.indexOf(model.get("request"));
-    this.position = this.clamp(model.get("position"));
     this.playing = false;
-    this.waitingForStep = false;
+    this.open();
     model.on("change:packed", () => this.replaceHistory());
-    model.on("change:position", () => this.moveTo(model.get("position"), false));
-    model.on("change:request", () => this.select({ request: this.indexOf(model.get("request")) }, false));
-    model.on("change:block", () => this.select({ block: model.get("block") }, false));
-    model.on("change:status", () => this.emit("status"));
     model.on("msg:custom", (content, buffers) => this.receive(content, buffers));
     signal?.addEventListener("abort", () => this.dispose());
+  }
+
+  /** Take the history and all that goes with it from the widget's state. */
+  open() {
+    const opening = this.model.get("opening");
+    this.history = new History(bytesOf(this.model.get("packed")));
+    this.generation = opening.generation;
+    this.status = opening.status;
+    this.tails = opening.tails;
+    this.why = new Map();
+    this.note = { kind: "", text: "" };
+    this.block = opening.block;
+    this.request = this.indexOf(opening.request);
+    this.position = this.clamp(opening.position);
+    this.waitingForStep = false;
   }
 
   dispose() {
@@ -461,9 +474,6 @@ class Store {
 
   // ---- where one looks
 
-  get status() {
-    return this.model.get("status");
-  }
   get lastFrame() {
     return this.history.numFrames - 1;
   }
@@ -507,21 +517,23 @@ class Store {
 
   tell() {
     clearTimeout(this.tellTimer);
-    this.model.set("position", this.position);
-    this.model.set("request", this.request < 0 ? "" : this.history.requests[this.request].id);
-    this.model.set("block", this.block);
-    this.model.save_changes();
+    const request = this.request < 0 ? "" : this.history.requests[this.request].id;
+    this.model.send({ do: "look", position: this.position, request, block: this.block });
   }
 
   /** One moment on; at the end of the history the kernel is asked for one more step. */
   forward() {
     if (!this.atEnd) return this.moveTo(this.position + 1);
-    if (!this.status.can_step || this.waitingForStep) return (this.playing = this.playing && this.waitingForStep);
+    if (this.waitingForStep) return;
+    if (!this.status.can_step) {
+      this.playing = false;
+      return;
+    }
     this.waitingForStep = true;
     this.command("step");
   }
 
-  /** To the last moment of the step before, or the first moment at which the next step is decided. */
+  /** To the moment at which the next step is decided, or this one, or the one before. */
   byStep(direction) {
     const { steps } = this.history;
     const index = this.history.stepAt(this.position);
@@ -549,7 +561,8 @@ class Store {
   command(name, args = {}) {
     this.tell();
     this.setNote("", "");
-    this.model.send({ do: name, step: this.step, ...args });
+    this.model.send({ do: name, ...args });
+    this.emit("command", name);
   }
 
   setNote(kind, text) {
@@ -560,41 +573,36 @@ class Store {
   receive(content, buffers) {
     this.messages.push(performance.now());
     if (this.messages.length > 5000) this.messages.shift();
-    if (content.kind === "append") this.appendHistory(content, buffers[0]);
+    if (content.kind === "append") this.appendHistory(content, bytesOf(buffers[0]));
+    else if (content.kind === "why") this.takeWhy(content);
+    else if (content.kind === "done") this.waitingForStep = false;
     else if (content.kind === "note") {
       this.waitingForStep = this.playing = false;
       this.setNote(content.level, content.text);
-    } else if (content.kind === "why") this.takeWhy(content);
-    else if (content.kind === "done") this.waitingForStep = false;
-    this.emit(content.kind, content);
+    }
+    this.invalidate();
   }
 
-  appendHistory({ generation, offset }, buffer) {
-    const piece = bytesOf(buffer);
-    if (generation === this.generation && offset + piece.length <= this.history.size) return;
-    if (generation !== this.generation || offset !== this.history.size) return this.model.send({ do: "resend" });
+  appendHistory({ generation, offset, position, status, tails }, piece) {
+    const isNext = generation === this.generation && offset === this.history.size;
+    if (!isNext && (generation < this.generation || offset + piece.length <= this.history.size)) return;
+    if (!isNext) return this.model.send({ do: "resend" });
     const wasAtEnd = this.atEnd, before = this.history.numFrames;
     this.history.append(piece);
-    this.afterHistory();
-    if (this.waitingForStep) this.moveTo(before);
+    this.status = status ?? this.status;
+    Object.assign(this.tails, tails);
+    if (piece.length) this.emit("history");
+    if (position !== undefined) this.moveTo(position, false);
+    else if (this.waitingForStep) this.moveTo(before);
     else if (wasAtEnd) this.moveTo(this.lastFrame, false);
     this.waitingForStep = false;
   }
 
   replaceHistory() {
-    const request = this.request < 0 ? "" : this.history.requests[this.request].id;
-    this.history = new History(bytesOf(this.model.get("packed")));
-    this.generation = this.model.get("generation");
-    this.request = this.indexOf(request);
-    this.position = this.clamp(this.model.get("position"));
-    this.waitingForStep = false;
-    this.why.clear();
-    this.afterHistory();
-    this.emit("position");
-  }
-
-  afterHistory() {
+    this.open();
     this.emit("history");
+    this.emit("position");
+    this.emit("note");
     this.invalidate();
   }
 

@@ -164,20 +164,16 @@ class RequestRow {
   showNumbers(state, history) {
     const r = this.request, head = history.requests[r], all = head.prompt + head.maxTokens;
     const computed = state.computed[r], known = state.known[r];
-    const done = state.status[r] > 4;
+    const done = state.status[r] >= LAB.firstFinished;
     setText(this.tokens, done ? `${known}` : `${computed} / ${known}`);
-    this.element.title = `${head.id}: ${LAB.statusNames[state.status[r]]}, prompt ${head.prompt}, output ${known - head.prompt} of at most ${head.maxTokens}`;
+    this.element.title = `${head.id}: ${done ? "finished, " : ""}${LAB.statusNames[state.status[r]]}, prompt ${head.prompt}, output ${known - head.prompt} of at most ${head.maxTokens}`;
     this.bar.firstChild.style.width = `${(100 * known) / all}%`;
     this.bar.lastChild.style.width = `${(100 * Math.min(computed, all)) / all}%`;
     setText(this.cells.given, state.given[r] ? `+${state.given[r]}` : "");
     setText(this.cells.flight, state.steps[r] ? "●".repeat(state.steps[r]) : state.stale[r] ? "○" : "");
-    setText(this.cells.blocks, done && !state.blocks[r] ? reasonOf(state.status[r]) : String(state.blocks[r]));
+    setText(this.cells.blocks, done && !state.blocks[r] ? LAB.statusNames[state.status[r]] : String(state.blocks[r]));
     setText(this.cells.preemptions, state.preemptions[r] ? `${state.preemptions[r]}×` : "");
   }
-}
-
-function reasonOf(status) {
-  return LAB.statusNames[status].replace("finished: ", "");
 }
 
 function moveSelection(view, direction) {

@@ -21,6 +21,18 @@ function el(tag, properties = {}, ...children) {
   return element;
 }
 
+const SVG = "http://www.w3.org/2000/svg";
+
+/** A small sign drawn from one path in a box of 16 by 16. */
+function icon(path) {
+  const svg = document.createElementNS(SVG, "svg");
+  for (const [name, value] of [["viewBox", "0 0 16 16"], ["class", "lab-icon"], ["aria-hidden", "true"]]) svg.setAttribute(name, value);
+  const shape = document.createElementNS(SVG, "path");
+  shape.setAttribute("d", path);
+  svg.append(shape);
+  return svg;
+}
+
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -57,12 +69,13 @@ class Theme {
     const style = getComputedStyle(this.root);
     const variable = (name) => style.getPropertyValue(name).trim();
     this.paper = variable("--lab-paper");
-    this.paper2 = variable("--lab-paper2");
-    this.ink = variable("--lab-ink");
-    this.ink2 = variable("--lab-ink2");
-    this.line = variable("--lab-line");
-    this.accent = variable("--lab-accent");
-    this.alarm = variable("--lab-alarm");
+    const solid = (name) => `rgb(${toRgb(variable(name), this.paper).join(",")})`;
+    this.paper2 = solid("--lab-paper2");
+    this.ink = solid("--lab-ink");
+    this.ink2 = solid("--lab-ink2");
+    this.line = solid("--lab-line");
+    this.accent = solid("--lab-accent");
+    this.alarm = solid("--lab-alarm");
     this.font = variable("--lab-font");
     this.dark = luminance(toRgb(this.paper)) < 0.3;
     this.patterns = new Map();
@@ -71,12 +84,12 @@ class Theme {
 
 const colourProbe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
 
-/** [r, g, b] of any CSS colour. */
-function toRgb(colour) {
-  colourProbe.clearRect(0, 0, 1, 1);
-  colourProbe.fillStyle = "#888888";
-  colourProbe.fillStyle = colour;
-  colourProbe.fillRect(0, 0, 1, 1);
+/** [r, g, b] of any CSS colour; one that is see-through is laid on `under`. */
+function toRgb(colour, under = "#ffffff") {
+  for (const layer of [under, colour]) {
+    colourProbe.fillStyle = layer;
+    colourProbe.fillRect(0, 0, 1, 1);
+  }
   return [...colourProbe.getImageData(0, 0, 1, 1).data.slice(0, 3)];
 }
 

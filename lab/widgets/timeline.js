@@ -9,7 +9,7 @@ const MARK_TRACK = 17;
 const FENCE_TRACK = 16;
 const STEP_LANE = 15;
 const WAIT_LANE = 15;
-const MARK_ORDER = [ROWS.FINISHED, ROWS.CONFIG, ROWS.FAULT, ROWS.PREEMPTED, ROWS.GUARD, ROWS.LOAD_FAILED, ROWS.FAILED];
+const MARK_ORDER = [ROWS.FINISHED, ROWS.FAILED, ROWS.GUARD, ROWS.CONFIG, ROWS.FAULT, ROWS.LOAD_FAILED, ROWS.PREEMPTED];
 
 async function render({ model, el: root, host, signal }) {
   const store = await openStore(model, host);
@@ -153,7 +153,7 @@ function keepInSight(line) {
 
 function draw(line) {
   const { sheet, store } = line;
-  const key = `${line.from}/${line.to}/${sheet.width}x${sheet.height}@${sheet.scale}/${line.derived.numFrames}/${store.request}`;
+  const key = `${line.from}/${line.to}/${sheet.width}x${sheet.height}@${sheet.scale}/${line.derived.numFrames}/${store.request}/${store.flag?.frame}`;
   if (!line.picture || line.pictureKey !== key) {
     line.pictureKey = key;
     line.picture = paint(line);
@@ -247,10 +247,10 @@ function paintSteps(ctx, line) {
 }
 
 
-function stepHas(history, step, request) {
-  const end = step + 1 < history.numSteps ? history.steps.written.at(step + 1) : history.written.request.length;
-  for (let w = history.steps.written.at(step); w < end; w++) if (history.written.request.at(w) === request) return true;
-  return false;
+function stepHas(history, step, wanted) {
+  let found = false;
+  history.eachScheduled(step, (request) => (found ||= request === wanted));
+  return found;
 }
 
 /** Stretches between two advances, each with the number the fence stands at. */
@@ -351,18 +351,32 @@ function paintMarks(ctx, line) {
   const { theme, tracks, store } = line, { marks, rows } = store.history;
   ctx.font = `10px ${theme.font}`;
   ctx.textAlign = "center";
-  const best = new Map();
+  if (store.flag) {
+    ctx.fillStyle = theme.alarm;
+    ctx.fillRect(line.x(store.flag.frame), 0, 1, tracks.bottom);
+    ctx.font = `bold 13px ${theme.font}`;
+    ctx.fillText(store.flag.text, line.x(store.flag.frame) + 8, tracks.steps + 6);
+    ctx.font = `10px ${theme.font}`;
+  }
+  const kinds = new Map();
   for (let i = firstFrom({ length: marks.length, at: (m) => rows.frame.at(marks.at(m)) }, line.from); i < marks.length; i++) {
     const row = marks.at(i), frame = rows.frame.at(row);
     if (frame > line.to) break;
-    const kind = rows.kind.at(row), slot = Math.floor(line.x(frame + 0.5) / 5);
-    const known = best.get(slot);
-    if (known === undefined || MARK_ORDER.indexOf(kind) > MARK_ORDER.indexOf(known.kind)) best.set(slot, { kind, frame });
+    const place = line.perFrame >= 5 ? frame : Math.floor((line.x(frame) - GUTTER) / 5);
+    if (!kinds.has(place)) kinds.set(place, { frame, seen: new Set() });
+    kinds.get(place).seen.add(rows.kind.at(row));
   }
-  for (const { kind, frame } of best.values()) {
+  for (const { frame, seen } of kinds.values()) paintSigns(ctx, line, frame, seen);
+}
+
+/** The signs of one moment, the weightiest first, as many as there is room for. */
+function paintSigns(ctx, line, frame, seen) {
+  const { theme, tracks } = line, room = Math.max(1, Math.floor(line.perFrame / 10));
+  const shown = [...seen].sort((a, b) => MARK_ORDER.indexOf(b) - MARK_ORDER.indexOf(a)).slice(0, room);
+  shown.forEach((kind, i) => {
     ctx.fillStyle = markColour(theme, kind);
-    ctx.fillText(MARK_OF.get(kind).sign, line.x(frame + 0.5), tracks.marks + MARK_TRACK / 2 - 1);
-  }
+    ctx.fillText(MARK_OF.get(kind).sign, line.x(frame + 0.5) + (i - (shown.length - 1) / 2) * 10, tracks.marks + MARK_TRACK / 2 - 1);
+  });
 }
 
 function paintAxis(ctx, line, theme) {
@@ -496,7 +510,7 @@ function stepBarAt(line, frame, y) {
   if (index === undefined) return null;
   const seq = steps.seq.at(index), delivered = steps.delivered.at(index);
   const parts = [`step ${steps.number.at(index)}${seq ? ` (number ${seq} at the fence)` : ""}`,
-    `${plural(history.numWritten(index), "request")}, ${plural(steps.tokens.at(index), "token")}`,
+    `${plural(history.numScheduled(index), "request")}, ${plural(steps.tokens.at(index), "token")}`,
     delivered < 0 ? "still in flight" : `processed during step ${history.frames.step.at(delivered)}`];
   return { text: parts.join(" · "), frame: steps.frame.at(index) };
 }

@@ -1,10 +1,17 @@
 // Transport: where one is, and the ways to go on: step, back, play, seek along a strip of what happened.
 
 const SPEEDS = [1, 2, 5, 10, 30, 60];
-const STRIP_HEIGHT = 38;
+const ICONS = {
+  first: "M3 3h2v10H3z M13 3v10L6 8z",
+  back: "M11 3v10L4 8z",
+  next: "M5 3v10l7-5z",
+  last: "M11 3h2v10h-2z M3 3v10l7-5z",
+  play: "M2 3v10l6-5z M8 3v10l6-5z",
+  stop: "M4 3h3v10H4z M9 3h3v10H9z",
+};
 const LANES = new Map([
-  [ROWS.FAILED, 0], [ROWS.GUARD, 0], [ROWS.LOAD_FAILED, 0], [ROWS.FAULT, 0],
-  [ROWS.PREEMPTED, 1], [ROWS.CONFIG, 1], [ROWS.FINISHED, 2],
+  [ROWS.FAILED, 0], [ROWS.LOAD_FAILED, 0], [ROWS.FAULT, 0],
+  [ROWS.PREEMPTED, 1], [ROWS.GUARD, 1], [ROWS.CONFIG, 1], [ROWS.FINISHED, 2],
 ]);
 
 async function render({ model, el: root, host, signal }) {
@@ -58,8 +65,8 @@ function setSlider(canvas, store, text) {
 // ---- buttons
 
 function makeButtons(store, signal) {
-  const button = (label, title, click) => {
-    const made = el("button", { "aria-label": title, title, text: label, on: { click } });
+  const button = (sign, title, click) => {
+    const made = el("button", { "aria-label": title, title, on: { click } }, icon(ICONS[sign]), el("span"));
     takeKeys(made, store);
     // Space presses a button that has the focus, as everywhere; it does not play.
     made.addEventListener("keydown", (event) => event.key === " " && event.stopImmediatePropagation(), true);
@@ -70,13 +77,13 @@ function makeButtons(store, signal) {
   for (const perSecond of SPEEDS) speed.append(el("option", { value: perSecond, text: `${perSecond}/s` }));
   speed.value = "5";
   speed.addEventListener("change", () => (player.perSecond = Number(speed.value)));
-  const first = button("⏮", "first moment (Home)", () => store.moveTo(0));
-  const back = button("◀", "back one moment (←), a step with Shift", (event) =>
+  const first = button("first", "first moment (Home)", () => store.moveTo(0));
+  const back = button("back", "back one moment (←), a step with Shift", (event) =>
     event.shiftKey ? store.byStep(-1) : store.moveTo(store.position - 1));
-  const play = button("▶▶", "play or stop (Space)", () => player.toggle());
-  const next = button("▶", "step: on by one moment (→), a step with Shift", (event) =>
+  const play = button("play", "play or stop (Space)", () => player.toggle());
+  const next = button("next", "step: on by one moment (→), a step with Shift", (event) =>
     event.shiftKey ? store.byStep(1) : store.forward());
-  const last = button("⏭", "last moment (End)", () => store.moveTo(store.lastFrame));
+  const last = button("last", "last moment (End)", () => store.moveTo(store.lastFrame));
   next.classList.add("lab-primary");
   return {
     element: el("div", { class: "lab-buttons", role: "group", "aria-label": "move through the history" },
@@ -85,9 +92,9 @@ function makeButtons(store, signal) {
       first.disabled = back.disabled = store.position === 0;
       next.disabled = store.atEnd && !store.status.can_step;
       last.disabled = store.atEnd;
-      setText(play, store.playing ? "⏸" : "▶▶");
+      play.firstChild.firstChild.setAttribute("d", store.playing ? ICONS.stop : ICONS.play);
       play.setAttribute("aria-pressed", String(store.playing));
-      setText(next, store.atEnd && store.status.can_step ? "▶ step" : "▶");
+      setText(next.lastChild, store.atEnd && store.status.can_step ? " step" : "");
     },
     stop: () => player.stop(),
   };
@@ -140,7 +147,7 @@ class StripMarks {
       const row = history.marks.at(i), kind = history.rows.kind.at(row);
       const x = Math.round(history.rows.frame.at(row) * scale);
       const lane = this.columns.lanes[LANES.get(kind)];
-      if (!lane.has(x) || kind === ROWS.FAILED) lane.set(x, kind);
+      if (!lane.has(x) || kind !== ROWS.GUARD) lane.set(x, kind);
     }
     for (let f = 1; f < history.numFrames; f++) {
       if (history.frames.processed.at(f) > history.frames.processed.at(f - 1)) this.columns.fence[Math.round(f * scale)] = 1;
@@ -169,6 +176,10 @@ function drawStrip(sheet, theme, marks, store) {
       ctx.fillText(MARK_OF.get(kind).sign, left + column, 6 + number * 10);
     }
   });
+  if (store.flag) {
+    ctx.fillStyle = theme.alarm;
+    ctx.fillRect(left + (store.flag.frame * (inner - 1)) / Math.max(1, store.lastFrame), 0, 1, height);
+  }
   ctx.fillStyle = theme.accent;
   ctx.fillRect(Math.round(x) - 1, 0, 2, height);
   ctx.beginPath();

@@ -1,0 +1,69 @@
+"""The whole lab in one widget: the views of one session, laid out.
+
+Owns: which views there are and in which arrangement. Knows nothing about: what they draw.
+Invariants: all parts have one hub; closing the whole closes every part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anywidget
+import traitlets
+
+from lab.widgets.base import HistorySource, script, styles
+from lab.widgets.cells import adopt
+from lab.widgets.hub import Hub
+from lab.widgets.views import (
+    BlockMap,
+    FenceTimeline,
+    InjectPanel,
+    Live,
+    Queues,
+    Transport,
+    View,
+    WhyPanel,
+    reference,
+)
+
+PARTS: dict[str, type[View]] = {
+    "transport": Transport,
+    "blocks": BlockMap,
+    "queues": Queues,
+    "timeline": FenceTimeline,
+    "why": WhyPanel,
+    "side": InjectPanel,
+}
+"""The views of a session, by the area of the grid they stand in."""
+
+
+class Show(anywidget.AnyWidget):
+    """All views of a session in one screen.
+
+    source: the session. live: with the view of a run that goes on by itself.
+    """
+
+    _esm, _css = script("show"), styles("show")
+    hub = traitlets.Unicode().tag(sync=True)
+    parts = traitlets.Dict().tag(sync=True)
+    layout_name = traitlets.Unicode("debugger").tag(sync=True)
+
+    def __init__(self, source: HistorySource, *, live: bool = False) -> None:
+        self.of = Hub(source)
+        kinds = PARTS | ({"live": Live} if live else {})
+        self.views: Mapping[str, View] = {area: kind(self.of) for area, kind in kinds.items()}
+        references: dict[str, Any] = {area: reference(view) for area, view in self.views.items()}
+        name = "live" if live else "debugger"
+        super().__init__(hub=reference(self.of), parts=references, layout_name=name)
+        adopt(self)
+
+    def __repr__(self) -> str:
+        return f"lab.show({self.of.summary()})"
+
+    def close(self) -> None:
+        """End it and all its parts."""
+        for view in self.views.values():
+            view.close()
+        self.of.close()
+        super().close()
