@@ -156,18 +156,14 @@ def test_the_lab_loads_without_torch():
 
 @pytest.mark.parametrize("statement", ["import kvsched", "from kvsched.sched.scheduler import Scheduler"])
 def test_import_takes_under_300_ms(statement):
-    """Best of three: the promise is about the code, not about what else the machine does."""
+    """CPU time, best of three: the promise is about the code, not about what else the machine does."""
     seconds = min(import_seconds(statement) for _ in range(3))
     print(f"{statement}: {seconds * 1000:.0f} ms")
     assert seconds < 0.3
 
 
 def import_seconds(statement: str) -> float:
-    """Time spent in imports by `statement` alone, as `-X importtime` tells it (outermost imports; microseconds)."""
-    command = [sys.executable, "-X", "importtime", "-c", f"import site, sys; sys.stderr.write('BEGIN\\n'); {statement}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    lines = done.stderr.partition("BEGIN\n")[2].splitlines()
-    columns = [line.removeprefix("import time:").split("|") for line in lines if line.startswith("import time:")]
-    outermost = [int(cumulative) for _, cumulative, name in columns if not name.startswith("  ")]
-    assert outermost, done.stderr
-    return sum(outermost) / 1e6
+    """CPU seconds that `statement` takes in a fresh interpreter, its start-up not counted."""
+    code = f"import time; start = time.process_time(); {statement}; print(time.process_time() - start)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return float(done.stdout)
