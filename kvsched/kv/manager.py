@@ -4,7 +4,7 @@ Owns: every request's `block_ids`, `num_slots`, `num_cached_blocks`, `next_cache
 Knows nothing about: queues, budgets, who is preempted.
 Invariants: `num_slots == len(block_ids) * block_size`; the leading `num_cached_blocks` of a table have been
 entered in the prefix cache; a tainted block (its load failed, or it was computed on one whose load failed) is
-never found by a lookup and loses its hash when its holder lets it go.
+never found by a lookup, until it is computed again or handed out anew.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class KVManager:
         num_blocks = (request.num_tokens - 1) // self.block_size
         hits: list[int] = []
         for content_hash in request_block_hashes(request, num_blocks, self.block_size)[:num_blocks]:
-            block = self.pool.find(content_hash)
-            if block is None or block in self.tainted:
+            block = self.pool.find(content_hash, self.tainted)
+            if block is None:
                 break
             hits.append(block)
         return hits
@@ -89,6 +89,8 @@ class KVManager:
         if count <= 0:
             return ()
         blocks, evicted = self.pool.allocate(count)
+        if self.tainted:
+            self.tainted.difference_update(blocks)
         request.block_ids += blocks
         request.num_slots += count * self.block_size
         added = tuple(blocks)
@@ -128,19 +130,15 @@ class KVManager:
     def release(self, request: Request, reason: str, step: int) -> None:
         """Empty the request's table through the fence."""
         table = request.block_ids
-        if self.tainted:
-            bad = [block for block in table if block in self.tainted]
-            self.uncache(bad, step)
-            self.tainted.difference_update(bad)
         request.block_ids = []
         request.num_slots = 0
         request.num_cached_blocks = 0
         request.next_cache_at = NEVER
         self.fence.release(request, table, reason, step)
 
-    def taint(self, request: Request, num_valid: int) -> None:
-        """The content from token `num_valid` (a block boundary) on is wrong until it is computed again."""
-        self.tainted.update(request.block_ids[num_valid // self.block_size :])
+    def taint(self, blocks: Sequence[int]) -> None:
+        """The content of these blocks is wrong, or rests on wrong content."""
+        self.tainted.update(blocks)
 
     def recomputed(self, request: Request, start: int, end: int) -> None:
         """A step computes tokens [start, end) of the request, which was cut at a block boundary and goes on from

@@ -15,7 +15,7 @@ Every operation costs the same whatever the size of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from kvsched.config import NULL_BLOCK
 
@@ -52,10 +52,12 @@ class BlockPool:
             yield block
             block = self._next[block]
 
-    def find(self, content_hash: bytes) -> int | None:
-        """The block entered first among those that carry this hash."""
+    def find(self, content_hash: bytes, avoid: Container[int] = ()) -> int | None:
+        """The block entered first among those that carry this hash, blocks in `avoid` left aside."""
         found = self._index.get(content_hash)
-        return found[0] if isinstance(found, list) else found
+        if isinstance(found, list):
+            return next((block for block in found if block not in avoid), None)
+        return None if found in avoid else found
 
     @property
     def num_cached(self) -> int:

@@ -150,14 +150,14 @@ def finish(s: Scheduler, request: Request, status: RequestStatus) -> None:
 
 def fail_loads(s: Scheduler, invalid: frozenset[int], record: InFlight | None) -> list[Request]:
     """Blocks could not be filled; record: the step being processed, None for an empty one. Cut (policy
-    "recompute") or collect (policy "fail") the requests that count on them: those loading first, then the running
-    ones. Returns the requests that must end with an error."""
+    "recompute") or collect (policy "fail") the requests that count on them: those that wait with blocks first, then
+    the running ones. Returns the requests that must end with an error."""
     recompute = s.config.load_failure_policy == "recompute"
     counts = {r.id: count for r, count in zip(record.requests, record.counts, strict=True)} if record else {}
     hit: list[Request] = []
     seen: set[int] = set()
-    loading = [r for r in s.kv_holding_waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
-    for request in [*loading, *s.running]:
+    _distrust_steps_in_flight(s, invalid, record)
+    for request in [*s.kv_holding_waiting, *s.running]:
         bad = _bad_blocks(s, request, invalid, counts.get(request.id, 0))
         if not bad:
             continue
@@ -167,6 +167,38 @@ def fail_loads(s: Scheduler, invalid: frozenset[int], record: InFlight | None) -
         else:
             _give_up(s, request, bad, invalid, seen)
     return [] if recompute else sorted(hit, key=lambda request: request.id)
+
+
+def _distrust_steps_in_flight(s: Scheduler, invalid: frozenset[int], record: InFlight | None) -> None:
+    """Steps in flight computed on the bad blocks, also for requests that have lost their table since. What these
+    steps have written is not to be found by lookups, and what they yield for a preempted request is dropped."""
+    records = [record, *s.in_flight] if record is not None else [*s.in_flight]
+    tables: list[tuple[str, list[int]]] = []
+    newest: dict[str, list[int]] = {}
+    for step in (in_flight.step for in_flight in records):
+        for data in step.new_requests:
+            newest[data.id] = list(data.block_ids)
+            tables.append((data.id, newest[data.id]))
+        for request_id, blocks in step.new_block_ids.items():
+            if request_id in newest:
+                newest[request_id] += blocks
+    for request_id, table in tables:
+        first = next((i for i, block in enumerate(table) if block in invalid), len(table))
+        s.kv.taint(table[first:])
+        request = s.requests.get(request_id)
+        if first < len(table) and request is not None and request.status is RequestStatus.PREEMPTED:
+            _drop_stale(s, request, table, invalid)
+
+
+def _drop_stale(s: Scheduler, request: Request, table: Sequence[int], invalid: frozenset[int]) -> None:
+    """A preempted request is still owed output that was computed on a bad block: it samples those tokens again."""
+    dropped = request.num_stale_output_tokens
+    if not dropped or request.drop_stale_output:
+        return
+    request.drop_stale_output = True
+    if s.emit is not None:
+        bad = tuple(block for block in table if block in invalid)
+        s.emit(LoadFailed(s.step, request.id, bad, 0, "recompute", dropped))
 
 
 def _bad_blocks(s: Scheduler, request: Request, invalid: frozenset[int], count: int) -> list[int]:
@@ -195,12 +227,14 @@ def _cut(s: Scheduler, request: Request, valid: int, invalid: frozenset[int]) ->
     is dropped (here kvsched leaves the reference, which loses a token)."""
     dropped = request.num_in_flight_tokens if request.status is _RUNNING else 0
     _tell_failed(s, request, valid, invalid, dropped)
+    s.kv.taint(request.block_ids[valid // s.kv.block_size :])
     request.num_computed_tokens = valid
     if request.status is _RUNNING:
-        s.kv.taint(request, valid)
         request.num_output_placeholders = 0
         request.num_stale_output_tokens = dropped
         request.drop_stale_output = dropped > 0
+    elif not valid and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+        s.kv.release(request, "load", s.step)
 
 
 def _give_up(s: Scheduler, request: Request, bad: list[int], invalid: frozenset[int], seen: set[int]) -> None:

@@ -39,15 +39,15 @@ def schedule_waiting(s: Scheduler, draft: Draft) -> None:
         reason = _reason_to_skip(s, request)
         prefix = None if reason else _find_prefix(s, request)
         if prefix is None:
-            queue.remove(request)
-            passed_over.append((queue, request))
-            if s.emit is not None:
-                s.emit(Skipped(draft.step, request.id, reason or "lookup"))
+            _pass_over(s, queue, request, reason or "lookup", passed_over)
             continue
         count = _tokens_to_schedule(s, draft, request, prefix)
         if count is None:
             break
         if not _allocate(s, draft, request, prefix, count):
+            if _is_retried_in_vain(s, request):
+                _pass_over(s, queue, request, "slots", passed_over)
+                continue
             break
         queue.remove(request)
         if prefix.loads_async:
@@ -57,6 +57,16 @@ def schedule_waiting(s: Scheduler, draft: Draft) -> None:
             _admit(s, draft, request, prefix, count)
     for queue, request in reversed(passed_over):
         queue.put_back(request)
+
+
+def _pass_over(
+    s: Scheduler, queue: WaitingQueue, request: Request, reason: str, passed_over: list[tuple[WaitingQueue, Request]]
+) -> None:
+    """Set a request aside until the end of the pass."""
+    queue.remove(request)
+    passed_over.append((queue, request))
+    if s.emit is not None:
+        s.emit(Skipped(s.step, request.id, reason))
 
 
 def _has_seq_slot(s: Scheduler) -> bool:
@@ -143,10 +153,26 @@ def _lacking(s: Scheduler, request: Request, prefix: _Prefix, num_tokens: int) -
         short = s.kv.shortfall(request, request.num_tokens, prefix.hits)
         if short is not None:
             return short
-    reserved = 0
-    if prefix.loads_async:
-        reserved = reserved_blocks(list(s.prefilling.values()), config.max_model_len, config.block_size)
+    if not prefix.loads_async:
+        return s.kv.shortfall(request, num_tokens, prefix.hits)
+    counted = list(s.prefilling.values())
+    if _is_retried_in_vain(s, request):
+        counted.remove(request)
+        num_tokens = request.num_tokens
+    reserved = reserved_blocks(counted, config.max_model_len, config.block_size)
     return s.kv.shortfall(request, num_tokens, prefix.hits, reserved)
+
+
+def _is_retried_in_vain(s: Scheduler, request: Request) -> bool:
+    """Whether a request whose load failed would ask for slots for ever, and keep all others from theirs.
+
+    It stands before everybody else, holds nothing, and its own need counts against it (as in the reference). While
+    something else goes on, blocks may still come back. When nothing does, it is taken on its merits, or passed over
+    so that others, whose loads have landed, can go first (here kvsched leaves the reference, which hangs).
+    """
+    if request.block_ids or request.id not in s.prefilling:
+        return False
+    return not (s.running or s.in_flight or s.awaiting_load or s.kept_for_save)
 
 
 def _park(s: Scheduler, draft: Draft, request: Request, prefix: _Prefix) -> None:

@@ -188,7 +188,8 @@ class Admitted(NamedTuple):
 
 class Skipped(NamedTuple):
     """A waiting request was passed over in this pass. reason: "load" (not landed), "stale" (output still in
-    flight), "lookup" (connector does not know yet)."""
+    flight), "lookup" (connector does not know yet), "slots" (its load failed, it holds nothing, nothing else goes on,
+    and others behind it may)."""
 
     kind = "skipped"
     step: int
