@@ -15,7 +15,7 @@ from kvsched.connector.scripted import KvRule, ScriptedConnector
 from kvsched.request import Request, SamplingParams
 from kvsched.sched.output import StepOutput
 from kvsched.sched.scheduler import Scheduler
-from kvsched.step import ScheduledStep, StepResult, Transfers
+from kvsched.step import NO_TRANSFERS, ScheduledStep, StepResult, Transfers
 
 
 class Drive:
@@ -89,7 +89,7 @@ class Drive:
             self.in_flight.append(step)
         return step
 
-    def deliver(self, transfers: Transfers = Transfers()) -> StepOutput:
+    def deliver(self, transfers: Transfers = NO_TRANSFERS) -> StepOutput:
         """Process the oldest step in flight."""
         return self._update(self.in_flight.popleft(), transfers)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tests.drive import Drive, scheduled
@@ -197,7 +199,7 @@ def test_c05_preempted_again_and_again(guard, preemptions, most, computed, stall
     assert len(drive.calls) == 113
     empty = [step.step for step in drive.calls if step.is_empty]
     assert len(empty) == 5
-    assert all(later - earlier > 1 for earlier, later in zip(empty, empty[1:], strict=False))
+    assert all(later - earlier > 1 for earlier, later in pairwise(empty))
     assert [len(tokens) for tokens in drive.emitted.values()] == [24] * 12
 
 

@@ -80,7 +80,7 @@ def test_c15_the_engine_ends_a_request_that_outgrows_the_pool(depth):
 
 
 def test_c16_the_null_block_is_not_counted_as_usable():
-    with pytest.raises(ConfigError, match=r"max_model_len 16 needs 4 blocks of 4, but only 3 of the 4 blocks are usable"):
+    with pytest.raises(ConfigError, match=r"16 needs 4 blocks of 4, but only 3 of the 4 blocks are usable"):
         engine(3, max_model_len=16)
     with engine(4, max_model_len=16) as e:
         e.add_request("r", PROMPT[:15], SamplingParams(max_tokens=1))
@@ -107,9 +107,9 @@ def test_c17_without_chunked_prefill_the_budget_bounds_max_model_len(budget, fit
     settings = {"enable_chunked_prefill": False, "max_num_batched_tokens": budget}
     with pytest.raises(ConfigError, match=rf"max_num_batched_tokens is {budget} and max_model_len {budget + 1}"):
         engine(1000, max_model_len=budget + 1, **settings)
-    with engine(1000, max_model_len=budget, **settings) as e:
-        with pytest.raises(RequestRefused, match=f"{budget + 1} tokens, max_model_len is {budget}"):
-            e.add_request("A", range(budget + 1))
+    refusal = f"{budget + 1} tokens, max_model_len is {budget}"
+    with engine(1000, max_model_len=budget, **settings) as e, pytest.raises(RequestRefused, match=refusal):
+        e.add_request("A", range(budget + 1))
     drive = Drive(1000, **settings)
     drive.add("A", fits, 1)
     assert scheduled(drive.turn()) == {"A": fits}
@@ -139,11 +139,11 @@ def test_c34_requests_that_cannot_be_served_are_refused_and_others_go_on():
     with engine(8, max_model_len=16) as e:
         e.add_request("other", PROMPT[:4], SamplingParams(max_tokens=4))
         e.step()
-        with pytest.raises(RequestRefused, match="'empty'.*prompt is empty"):
+        with pytest.raises(RequestRefused, match=r"'empty'.*prompt is empty"):
             e.add_request("empty", [], SamplingParams(max_tokens=4))
         with pytest.raises(RequestRefused, match="max_tokens is 0"):
             e.add_request("none", PROMPT[:4], SamplingParams(max_tokens=0))
-        with pytest.raises(RequestRefused, match="'long'.* 16 tokens, max_model_len is 16"):
+        with pytest.raises(RequestRefused, match=r"'long'.* 16 tokens, max_model_len is 16"):
             e.add_request("long", PROMPT[:16], SamplingParams(max_tokens=4))
         e.drain()
         assert len(e.output("other").token_ids) == 4

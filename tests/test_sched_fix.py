@@ -80,7 +80,7 @@ def test_fcfs_with_the_guard():
 
 
 def test_priority_without_the_guard():
-    """The victim r0 had its token already: it leaves the step, and the loop goes on at the request after the trigger."""
+    """The victim r0 had its token already: it leaves the step, and the loop goes on behind the trigger r1."""
     drive = before_call_3("none", "priority", fail=(2,))
     step = drive.schedule()
     assert step.allocate_calls == 4
