@@ -238,7 +238,9 @@ class Scheduler:
             return
         for load in step.loads:
             self.emit(
-                events.LoadStarted(self.step, load.request_id, load.block_ids, load.num_tokens, load.asynchronous)
+                events.LoadStarted(
+                    self.step, load.request_id, load.block_ids, load.num_tokens, load.asynchronous, load.after_step
+                )
             )
         for save in step.saves:
             self.emit(events.SaveStarted(self.step, save.request_id, save.block_ids))

@@ -209,7 +209,8 @@ class Parked(NamedTuple):
 
 
 class LoadStarted(NamedTuple):
-    """Blocks begin to be filled from outside."""
+    """Blocks begin to be filled from outside. after_step: not before the saves of that step, which read these blocks
+    or bring what is to be loaded, have been copied out; 0: at once."""
 
     kind = "load_started"
     step: int
@@ -217,6 +218,7 @@ class LoadStarted(NamedTuple):
     block_ids: tuple[int, ...]
     num_tokens: int
     asynchronous: bool
+    after_step: int = 0
 
 
 class LoadLanded(NamedTuple):
