@@ -243,7 +243,7 @@ class TierConnector:
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
         """The request computes from its first bad block on; from there its blocks are looked at again."""
         tracked = self._tracked.get(request.id)
-        if tracked is not None:
+        if tracked is not None and block_ids:
             first = min(request.block_ids.index(block) for block in block_ids)
             tracked.num_seen = min(tracked.num_seen, first)
 

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsched.config import SchedulerConfig
+from kvsched.connector.host import HostTier
 from kvsched.engine import ConnectorPair
 from kvsched.experiment.exactness import LogitGap
 from kvsched.runner.torch_load import load_model
 from kvsched.runner.torch_reference import GapProbe, greedy_references
 from kvsched.runner.torch_runner import TorchRunner, create_runner
+from kvsched.runner.torch_tiers import open_tier
 
 
 class ModelUnderTest:
@@ -41,7 +43,8 @@ class ModelUnderTest:
     def make_runner(
         self, config: SchedulerConfig, gap: LogitGap, settings: Mapping[str, Any]
     ) -> tuple[TorchRunner, ConnectorPair | None]:
-        """A runner with a pool of the config's size, on the CPU, whose cache starts full of NaN."""
+        """A runner with a pool of the config's size, on the CPU, whose cache starts full of NaN; with a host tier
+        if the settings name a connector ("asynchronous" or "synchronous" loads)."""
         runner = create_runner(
             self._loaded,
             device="cpu",
@@ -51,4 +54,7 @@ class ModelUnderTest:
             on_logits=GapProbe(self._by_id, self._logits, gap),
         )
         runner.cache.poison()
-        return runner, None
+        kind = settings.get("connector")
+        if kind is None:
+            return runner, None
+        return runner, open_tier(HostTier(asynchronous=kind == "asynchronous"), runner)
