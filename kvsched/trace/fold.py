@@ -18,6 +18,7 @@ from typing import Any
 from kvsched.config import NULL_BLOCK
 from kvsched.request import RequestStatus
 from kvsched.trace import events as ev
+from kvsched.trace.paged import Paged
 from kvsched.trace.plain import TraceError
 from kvsched.trace.state import Deferred, Flight, Queue, RequestState, State, Transfer, grown
 
@@ -72,10 +73,10 @@ def _run_started(state: State, e: ev.RunStarted) -> None:
     state.fence_on = bool(config.get("defers_frees", False))
     state.num_free = state.num_blocks - 1
     first = state.first_free_ticket
-    for block in range(state.num_blocks):
-        state.places.append(-1 if block == NULL_BLOCK else first + block)
-        state.block_hashes.append(0)
     state.last_free_ticket = first + state.num_blocks
+    state.places = Paged(array("q", range(first, state.last_free_ticket)))
+    state.places[NULL_BLOCK] = -1
+    state.block_hashes = Paged([None] * state.num_blocks)
 
 
 def _config_changed(state: State, e: ev.ConfigChanged) -> None:
@@ -116,6 +117,7 @@ def _request_finished(state: State, e: ev.RequestFinished) -> None:
         raise TraceError(f"event {state.index}: {e.request} finished for {e.reason!r}; known: {', '.join(_FINISHED)}")
     _stand(state, r, Queue.NONE)
     r.status = status
+    r.load_landed = False
     r.finish_time = state.time = e.time
     state.num_finished += 1
     _settle(state)
@@ -226,7 +228,7 @@ def _blocks_allocated(state: State, e: ev.BlocksAllocated) -> None:
             state.num_free -= 1
         places[block] = -1
     for block in e.evicted:
-        state.block_hashes[block] = 0
+        state.block_hashes[block] = None
     _extend_table(_own(state, e.request), e.block_ids)
 
 
@@ -237,21 +239,17 @@ def _extend_table(r: RequestState, block_ids: tuple[int, ...]) -> None:
 
 def _blocks_cached(state: State, e: ev.BlocksCached) -> None:
     for block, content_hash in zip(e.block_ids, e.hashes, strict=True):
-        number = state.hash_ids.get(content_hash)
-        if number is None:
-            state.hashes.append(content_hash)
-            number = state.hash_ids[content_hash] = len(state.hashes)
-        state.block_hashes[block] = number
+        state.block_hashes[block] = content_hash
     _promoted(_own(state, e.request))
 
 
 def _blocks_uncached(state: State, e: ev.BlocksUncached) -> None:
     for block in e.block_ids:
-        state.block_hashes[block] = 0
+        state.block_hashes[block] = None
 
 
 def _cache_reset(state: State, e: ev.CacheReset) -> None:  # noqa: ARG001
-    state.block_hashes.fill(0)
+    state.block_hashes = Paged([None] * state.num_blocks)
 
 
 def _blocks_released(state: State, e: ev.BlocksReleased) -> None:
@@ -261,7 +259,6 @@ def _blocks_released(state: State, e: ev.BlocksReleased) -> None:
         r.num_computed_tokens = 0
     r.table_log = array("q")
     r.num_blocks = 0
-    r.kept = False
     state.loads.pop(e.request, None)
     state.saves = [save for save in state.saves if save.request != e.request]
     if e.fence:
@@ -277,15 +274,15 @@ def _blocks_freed(state: State, e: ev.BlocksFreed) -> None:
     for block in e.shared:
         places[block] = min(places[block] + 1, -1)
     state.num_free += sum(1 for block in e.front + e.back if places[block] < 0)
-    ticket = state.first_free_ticket = state.first_free_ticket - len(e.front)
-    for block in e.front:
+    state.first_free_ticket -= len(e.front)
+    front = list(enumerate(e.front, state.first_free_ticket))
+    back = list(enumerate(e.back, state.last_free_ticket))
+    state.last_free_ticket += len(e.back)
+    for ticket, block in front + back:
         places[block] = ticket
-        ticket += 1
-    ticket = state.last_free_ticket
-    for block in e.back:
-        places[block] = ticket
-        ticket += 1
-    state.last_free_ticket = ticket
+    if state.free_order is not None:
+        state.free_order.extendleft(reversed(front))
+        state.free_order.extend(back)
 
 
 def _leave_fifo(deferred: list[Deferred], e: ev.BlocksFreed) -> None:
@@ -296,7 +293,9 @@ def _leave_fifo(deferred: list[Deferred], e: ev.BlocksFreed) -> None:
 
 
 def _blocks_kept(state: State, e: ev.BlocksKept) -> None:
-    _own(state, e.request).kept = True
+    r = _own(state, e.request)
+    r.kept = True
+    state.first_unsettled = min(state.first_unsettled, r.number)
 
 
 # ---- transfers
@@ -320,7 +319,8 @@ def _load_failed(state: State, e: ev.LoadFailed) -> None:
     if r.queue == Queue.RUNNING:
         r.num_output_placeholders = 0
         r.num_stale_output_tokens = e.dropped
-        r.drop_stale_output = e.dropped > 0
+    if e.dropped:
+        r.drop_stale_output = True
 
 
 def _save_started(state: State, e: ev.SaveStarted) -> None:
@@ -329,6 +329,8 @@ def _save_started(state: State, e: ev.SaveStarted) -> None:
 
 def _save_sent(state: State, e: ev.SaveSent) -> None:
     state.saves = [save for save in state.saves if save.request != e.request]
+    _own(state, e.request).kept = False
+    _settle(state)
 
 
 def _end_transfers(state: State, step: int) -> None:

@@ -9,7 +9,7 @@ Invariants: a page is written only by the one array that has it as private; a co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Iterator, MutableSequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -21,15 +21,16 @@ _MASK = PAGE - 1
 
 
 class Paged(Generic[T]):
-    """A growing array in pages. new_page: makes an empty page (a list, or an array of machine integers)."""
+    """A growing array in pages. items: what it holds at first; its pages are of their type (a list, or an array of
+    machine integers)."""
 
-    __slots__ = ("_new_page", "_pages", "_private", "_size")
+    __slots__ = ("_no_items", "_pages", "_private", "_size")
 
-    def __init__(self, new_page: Callable[[], MutableSequence[T]]) -> None:
-        self._new_page = new_page
-        self._pages: list[MutableSequence[T]] = []
-        self._private = bytearray()
-        self._size = 0
+    def __init__(self, items: MutableSequence[T]) -> None:
+        self._no_items = items[:0]
+        self._pages = [items[i : i + PAGE] for i in range(0, len(items), PAGE)]
+        self._private = bytearray([1] * len(self._pages))
+        self._size = len(items)
 
     def __len__(self) -> int:
         return self._size
@@ -48,7 +49,7 @@ class Paged(Generic[T]):
         """Grow by one item."""
         number = self._size >> _BITS
         if number == len(self._pages):
-            self._pages.append(self._new_page())
+            self._pages.append(self._no_items[:])
             self._private.append(1)
         elif not self._private[number]:
             self._pages[number] = self._pages[number][:]
@@ -66,19 +67,11 @@ class Paged(Generic[T]):
             first = number << _BITS
             yield from page if first >= start else page[start - first :]
 
-    def fill(self, value: T) -> None:
-        """Set every item."""
-        for number, page in enumerate(self._pages):
-            fresh = self._new_page()
-            fresh.extend([value] * len(page))
-            self._pages[number] = fresh
-            self._private[number] = 1
-
     def copy(self) -> Paged[T]:
         """An independent copy; costs one pointer per page."""
         self._private = bytearray(len(self._pages))
         twin: Paged[T] = Paged.__new__(Paged)
-        twin._new_page = self._new_page
+        twin._no_items = self._no_items
         twin._pages = self._pages.copy()
         twin._private = bytearray(len(self._pages))
         twin._size = self._size

@@ -13,7 +13,7 @@ an event's values are looked at all together, since reading a long trace is most
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain, product
 from operator import itemgetter
 from typing import Any, NamedTuple, get_type_hints
@@ -49,12 +49,11 @@ class _Field(NamedTuple):
     read: _Read | None = None
 
 
-def _all_are(kind: type[Any], values: Iterable[Any]) -> bool:
-    return {kind}.issuperset(map(type, values))
+_INT, _JUST_LIST = frozenset({int}), frozenset({list})
 
 
 def _ints(value: list[Any]) -> tuple[int, ...]:
-    if not _all_are(int, value):
+    if not _INT.issuperset(map(type, value)):
         raise _MisfitError
     return tuple(value)
 
@@ -67,7 +66,7 @@ def _strs(value: list[Any]) -> tuple[str, ...]:
 
 
 def _int_lists(value: list[Any]) -> tuple[tuple[int, ...], ...]:
-    if not _all_are(list, value) or not _all_are(int, chain.from_iterable(value)):
+    if not _JUST_LIST.issuperset(map(type, value)) or not _INT.issuperset(map(type, chain.from_iterable(value))):
         raise _MisfitError
     return tuple(map(tuple, value))
 

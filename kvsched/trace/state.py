@@ -15,6 +15,7 @@ To those who look, everything here is read-only; only `fold.apply` writes.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -131,8 +132,8 @@ class RequestState:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has ended and no block or step of it is left."""
-        return self.is_finished and not self.num_blocks and not self.num_in_flight_tokens
+        """Whether it has ended and no block, save or step of it is left."""
+        return self.is_finished and not (self.num_blocks or self.kept or self.num_in_flight_tokens)
 
     def clone(self) -> RequestState:
         """A copy that can be written; the logs stay shared."""
@@ -214,7 +215,7 @@ _COPIED = (
     "sched_step_seq", "processed_step_seq", "num_free", "first_free_ticket", "last_free_ticket",
     "first_ticket", "last_ticket", "num_waiting", "num_loading", "num_running", "num_finished",
     "num_preemptions", "num_slot_calls", "num_failed_calls", "num_guard_stops", "num_output_tokens",
-    "num_empty_steps", "first_unsettled", "names", "hash_ids", "hashes",
+    "num_empty_steps", "first_unsettled", "names",
 )  # fmt: skip
 
 
@@ -243,16 +244,15 @@ class State:
         self.num_output_tokens = self.num_empty_steps = 0
         self.first_unsettled = 0
         self.names = Names()
-        self.hash_ids: dict[bytes, int] = {}
-        self.hashes: list[bytes] = []
-        self.places: Paged[int] = Paged(lambda: array("q"))
-        self.block_hashes: Paged[int] = Paged(lambda: array("q"))
-        self.requests: Paged[RequestState] = Paged(list)
+        self.places: Paged[int] = Paged(array("q"))
+        self.block_hashes: Paged[bytes | None] = Paged([])
+        self.requests: Paged[RequestState] = Paged([])
         self.flights: list[Flight] = []
         self.deferred: list[Deferred] = []
         self.loads: dict[str, Transfer] = {}
         self.saves: list[Transfer] = []
         self.mine: dict[int, RequestState] = {}
+        self.free_order: deque[tuple[int, int]] | None = None
 
     def copy(self) -> State:
         """An independent copy; costs about one pointer per 128 blocks and requests."""
@@ -268,6 +268,7 @@ class State:
         twin.saves = self.saves.copy()
         self.mine = {}
         twin.mine = {}
+        twin.free_order = None
         return twin
 
     # ---- requests and queues
@@ -323,16 +324,32 @@ class State:
 
     def hash_of(self, block: int) -> bytes | None:
         """The content hash under which the prefix cache knows the block."""
-        number = self.block_hashes[block]
-        return self.hashes[number - 1] if number else None
+        return self.block_hashes[block]
 
     def cached_blocks(self) -> dict[int, bytes]:
         """Hash by block, of all blocks in the prefix cache."""
-        return {block: self.hashes[number - 1] for block, number in enumerate(self.block_hashes) if number}
+        return {block: content_hash for block, content_hash in enumerate(self.block_hashes) if content_hash}
 
     def free_queue(self) -> list[int]:
         """Free blocks in the order in which they will be handed out."""
         return [block for _, block in sorted((place, block) for block, place in enumerate(self.places) if place >= 0)]
+
+    def next_free(self, count: int) -> list[int]:
+        """The blocks that would be handed out next, fewer than `count` if there are fewer.
+
+        The first call sorts the free queue; from then on this state keeps it in order, and a call costs `count`.
+        """
+        places = self.places
+        if self.free_order is None:
+            self.free_order = deque(sorted((place, block) for block, place in enumerate(places) if place >= 0))
+        order = self.free_order
+        found: list[tuple[int, int]] = []
+        while order and len(found) < count:
+            ticket, block = order.popleft()
+            if places[block] == ticket:  # else it has left the queue since
+                found.append((ticket, block))
+        order.extendleft(reversed(found))
+        return [block for _, block in found]
 
     def owners(self) -> dict[int, list[str]]:
         """By block: the requests with it in their table."""
