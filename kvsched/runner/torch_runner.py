@@ -43,7 +43,7 @@ OnLogits = Callable[[ScheduledStep, tuple[str, ...], Tensor], None]
 DEFAULT_KV_CACHE_MEMORY = 256 * 2**20
 
 
-class StepError(RuntimeError):
+class StepFailed(RuntimeError):
     """A step that cannot be computed because one before it failed."""
 
 
@@ -93,7 +93,7 @@ class _Worker:
             return
         if self._failed is not None:
             number, error = self._failed
-            raise StepError(f"step {job.step.step} cannot run: step {number} failed ({error})") from error
+            raise StepFailed(f"step {job.step.step} cannot run: step {number} failed ({error})") from error
         with self.streams.computing():
             start = self.streams.mark()
             transfers = NO_TRANSFERS
@@ -243,7 +243,7 @@ def create_runner(
     connector: its `before_step` is called in compute order. on_logits: sees the logits of every step.
     pad_to: pad each step to a multiple of so many tokens. pack_weights: the faster layout of weights on the CPU.
 
-    Raises ModelError for a model that is not here or cannot be served, ValueError for other bad input.
+    Raises ModelUnavailable for a model that is not here or cannot be served, ValueError for other bad input.
     """
     loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, seed=seed)
     return TorchRunner(loaded, **options)
