@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def _named_module(call: ast.Call) -> str:
     return str(first.value) if name in ("import_module", "__import__") and isinstance(first, ast.Constant) else ""
 
 
+@cache
 def all_imports(package: str) -> list[Import]:
     return [one for path in modules(package) for one in imports_of(path)]
 
