@@ -54,9 +54,11 @@ class Events(Sequence[Event]):
 
     def __call__(self, kind: str | None = None) -> pd.DataFrame:
         """The events up to the position, as a pandas DataFrame. Raises ValueError for an unknown kind."""
+        from kvsched.trace.tables import events_of_kind
         from lab.tables import events_table
 
-        return events_table(self[: self._seen], kind)
+        seen = self[: self._seen]
+        return events_table(seen) if kind is None else events_of_kind(seen, kind)
 
     def __repr__(self) -> str:
         return f"{len(self)} events; events() and events(kind=…) show those up to the position as a table"
@@ -123,36 +125,29 @@ class Look:
 
     def block_history(self, block: int) -> pd.DataFrame:
         """What happened to a block up to the position: who held it, behind which fence, who got it next."""
-        from lab.tables import lineage_table
+        from kvsched.trace.tables import block_history
 
         num_blocks = self.state.num_blocks
         if not 0 <= block < num_blocks:
             raise SessionError(f"there is no block {block}; the pool has blocks 0 to {num_blocks - 1}")
-        return lineage_table(self._seen(), block)
+        return block_history(self.seen(), block)
 
     def fence(self) -> pd.DataFrame:
         """All deferred frees up to the position: those that wait, and when the others came back."""
-        from lab.tables import fence_table
+        from kvsched.trace.tables import fence
 
-        return fence_table(self._seen())
+        return fence(self.seen())
 
     def steps(self) -> pd.DataFrame:
         """All calls of `schedule()` up to the position, one row each."""
-        from lab.tables import steps_table
+        from kvsched.trace.tables import steps
 
-        return steps_table(self._seen())
+        return steps(self.seen())
 
-    def _seen(self) -> Sequence[Event]:
+    def seen(self) -> Sequence[Event]:
         """The events up to the position."""
         with self._run.lock:
             return self._run.replay.events[: self._end()]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Tokens as text; without a tokenizer, their numbers."""
-        tokenizer = self._run.engine.tokenizer if self._run.engine is not None else None
-        if tokenizer is None:
-            return " ".join(map(str, token_ids))
-        return tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def output(self, request_id: str) -> tuple[int, ...]:
         """The tokens a request was given up to the position. Raises SessionError for an unknown request."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from kvsched.config import SchedulerConfig
 from kvsched.engine import Engine
@@ -34,6 +34,13 @@ from lab.run import Remake, Run
 from lab.search import Search
 from lab.sentences import describe
 from lab.words import count
+
+if TYPE_CHECKING:
+    from lab.widgets.base import HistorySource
+
+    def _satisfies_the_widgets(session: Session) -> HistorySource:
+        return session
+
 
 Mode = Literal["recording", "stepping", "running"]
 
@@ -163,6 +170,11 @@ class Session(Look):
         if self._run.engine is None:
             return "recording"
         return "running" if self._driver.is_running else "stepping"
+
+    @property
+    def can_step(self) -> bool:
+        """Whether the engine has anything left to do."""
+        return not self._run.is_over
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -518,6 +530,13 @@ class Session(Look):
                 f"seek({self.num_steps}), or fork()"
             )
         return engine
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Tokens as text; without a tokenizer, their numbers."""
+        tokenizer = self._run.engine.tokenizer if self._run.engine is not None else None
+        if tokenizer is None:
+            return " ".join(map(str, token_ids))
+        return tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     # ---- files
 

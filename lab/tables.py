@@ -1,8 +1,8 @@
-"""A run as pandas tables. Pure.
+"""One moment of a run as pandas tables, and all events with a line each. Pure.
 
-Owns: what columns there are and what they are called.
-Knows nothing about: sessions, files, notebooks. It reads states and events.
-Invariants: a table is a function of the state or the events it is made from, with the same columns whatever these hold.
+Owns: what columns there are and what they are called. (Tables of a whole run: `kvsched.trace.tables`.)
+Knows nothing about: sessions, files, notebooks.
+Invariants: a table is a function of what it is made from, with the same columns whatever that holds.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 import pandas as pd
 
 from kvsched.config import NULL_BLOCK
-from kvsched.trace import events as ev
+from kvsched.trace.events import Event
 from kvsched.trace.state import Queue, State
-from lab.breakpoints import names_block
 from lab.sentences import describe
 
 REQUEST_COLUMNS = (
@@ -25,12 +24,6 @@ REQUEST_COLUMNS = (
 BLOCK_COLUMNS = (
     "block", "state", "refs", "owners", "fence", "cached_as", "place_in_line", "written_by", "loading_for",
     "saving_for",
-)  # fmt: skip
-LINEAGE_COLUMNS = ("event", "step", "what", "request", "fence", "line")
-FENCE_COLUMNS = ("request", "fence", "blocks", "reason", "released_in", "returned_in", "waits")
-STEP_COLUMNS = (
-    "step", "seq", "time", "requests", "tokens", "prefill_chunks", "calls", "failed_calls", "guard_stops", "admitted",
-    "preempted", "free_after", "delivered_in", "output_tokens",
 )  # fmt: skip
 
 
@@ -97,85 +90,10 @@ def blocks_table(state: State) -> pd.DataFrame:
     return _table(rows, BLOCK_COLUMNS, "block").astype({"fence": "Int64", "place_in_line": "Int64"})
 
 
-def lineage_table(events: Iterable[ev.Event], block: int) -> pd.DataFrame:
-    """What happened to one block: who held it, behind which fence it waited, who got it next."""
-    rows = []
-    for index, event in enumerate(events):
-        if not names_block(event, block):
-            continue
-        e: Any = event
-        what = _LINEAGE.get(type(event), event.kind)
-        if isinstance(event, ev.BlocksFreed):
-            what = "still shared" if block in event.shared else "back in the pool"
-        if isinstance(event, ev.BlocksAllocated) and block in event.evicted:
-            what = "handed out, cached content given up"
-        rows.append(
-            (index, event.step, what, getattr(e, "request", None), getattr(e, "fence", 0) or None, describe(event))
-        )
-    return _table(rows, LINEAGE_COLUMNS, "event").astype({"fence": "Int64"})
-
-
-_LINEAGE: dict[type[Any], str] = {
-    ev.BlocksAllocated: "handed out",
-    ev.BlocksHit: "found in the prefix cache",
-    ev.BlocksCached: "entered in the prefix cache",
-    ev.BlocksUncached: "taken out of the prefix cache",
-    ev.BlocksReleased: "let go",
-    ev.BlocksKept: "kept until saved",
-    ev.Parked: "held for a load",
-    ev.LoadStarted: "load begins",
-    ev.LoadFailed: "load failed",
-    ev.SaveStarted: "save begins",
-}
-
-
-def fence_table(events: Iterable[ev.Event]) -> pd.DataFrame:
-    """One row per deferred free, by release. returned_in: the step in which it came back; waits: it has not yet."""
-    rows: list[list[Any]] = []
-    waiting: dict[tuple[str, int], list[int]] = {}
-    for event in events:
-        if isinstance(event, ev.BlocksReleased) and event.fence:
-            waiting.setdefault((event.request, event.fence), []).append(len(rows))
-            rows.append([event.request, event.fence, event.block_ids, event.reason, event.step, None, True])
-        elif isinstance(event, ev.BlocksFreed) and event.fence:
-            row = rows[waiting[event.request, event.fence].pop(0)]
-            row[5:] = event.step, False
-    return _table(rows, FENCE_COLUMNS).astype({"returned_in": "Int64"})
-
-
-def steps_table(events: Iterable[ev.Event]) -> pd.DataFrame:
-    """One row per call of `schedule()`. delivered_in: the step in which its output was processed (none: not yet)."""
-    rows: list[list[Any]] = []
-    delivered: dict[int, tuple[int, int]] = {}
-    counts: dict[type[Any], int] = {}
-    for event in events:
-        if isinstance(event, ev.StepScheduled):
-            tallies = [counts.get(kind, 0) for kind in (ev.SlotsFailed, ev.GuardStopped, ev.Admitted, ev.Preempted)]
-            shape = [len(event.request_ids), sum(event.num_tokens), len(event.prefill_chunks), event.calls]
-            rows.append([event.step, event.seq, event.time, *shape, *tallies, event.free, None, 0])
-            counts.clear()
-        elif isinstance(event, ev.StepDelivered) and event.request_ids:
-            delivered[event.delivered] = event.step, sum(map(len, event.tokens))
-        elif isinstance(event, ev.SlotsFailed | ev.GuardStopped | ev.Admitted | ev.Preempted):
-            counts[type(event)] = counts.get(type(event), 0) + 1
-    for row in rows:
-        row[-2:] = delivered.get(row[0], (None, 0))
-    return _table(rows, STEP_COLUMNS, "step").astype({"delivered_in": "Int64"})
-
-
-def events_table(events: Iterable[ev.Event], kind: str | None = None) -> pd.DataFrame:
-    """One row per event: of all kinds with a line about each, or of one kind with its fields.
-
-    The index is the event's place in the run. Raises ValueError for an unknown kind.
-    """
-    if kind is None:
-        rows: list[Sequence[Any]] = [(i, e.step, e.kind, describe(e)) for i, e in enumerate(events)]
-        return _table(rows, ("event", "step", "kind", "line"), "event")
-    event_type = ev.EVENT_TYPES.get(kind)
-    if event_type is None:
-        raise ValueError(f"there is no kind of event {kind!r}; known kinds: {', '.join(ev.EVENT_TYPES)}")
-    rows = [(i, *event) for i, event in enumerate(events) if isinstance(event, event_type)]
-    return _table(rows, ("event", *event_type._fields), "event")
+def events_table(events: Iterable[Event]) -> pd.DataFrame:
+    """One row per event, with a line about it. The index is the event's place in the run."""
+    rows = [(i, e.step, e.kind, describe(e)) for i, e in enumerate(events)]
+    return _table(rows, ("event", "step", "kind", "line"), "event")
 
 
 def _by_block(transfers: Iterable[tuple[str, Sequence[int]]]) -> dict[int, list[str]]:
@@ -186,6 +104,5 @@ def _by_block(transfers: Iterable[tuple[str, Sequence[int]]]) -> dict[int, list[
     return found
 
 
-def _table(rows: Iterable[Sequence[Any]], columns: Sequence[str], index: str | None = None) -> pd.DataFrame:
-    frame = pd.DataFrame(list(rows), columns=list(columns))
-    return frame if index is None else frame.set_index(index)
+def _table(rows: Iterable[Sequence[Any]], columns: Sequence[str], index: str) -> pd.DataFrame:
+    return pd.DataFrame(list(rows), columns=list(columns)).set_index(index)
