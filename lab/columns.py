@@ -29,11 +29,11 @@ REQUEST_COLUMNS = (
     "stale",
     "preemptions",
 )
-"""One entry per request. status: RequestStatus + 1 (0: has not arrived). queue: kvsched.trace.state.Queue. ticket: orders it
-within its queue, smaller first (waiting requests under PRIORITY: all 0, their priority orders them). computed: tokens
-whose KV is computed or scheduled. known: prompt and output tokens. blocks: length of its table. in_flight: scheduled
-tokens not processed yet; steps: the number of steps they are in. given: tokens it got in the newest step. stale: tokens
-in flight from before its preemption. preemptions: how many so far."""
+"""One entry per request. status: RequestStatus + 1 (0: has not arrived). queue: kvsched.trace.state.Queue. ticket:
+orders it within its queue, smaller first (waiting requests under PRIORITY: all 0, their priority orders them).
+computed: tokens whose KV is computed or scheduled. known: prompt and output tokens. blocks: length of its table.
+in_flight: scheduled tokens not processed yet; steps: the number of steps they are in. given: tokens it got in the
+newest step. stale: tokens in flight from before its preemption. preemptions: how many so far."""
 
 
 class BlockFlag(IntFlag):
@@ -103,8 +103,8 @@ ROW_FIELDS: dict[Row, tuple[str, ...]] = {
 }
 """Fields of each row, all of them unsigned whole numbers. request, victim, wanted_by: 1 + index of a request (0: none).
 time: microseconds since the first event. reason and text: index into the history's table of words. A SCHEDULED row is
-followed by its requests and the blocks they write (see `lab.pack`). COUNTED: the fence was turned on, and gives this step,
-already in flight, a number."""
+followed by its requests and the blocks they write (see `lab.pack`). COUNTED: the fence was turned on, and gives this
+step, already in flight, a number."""
 
 MARKS: dict[Row, tuple[str, str, str]] = {
     Row.FAILED: ("✕", "failed call for slots", "failed calls for slots"),
@@ -118,7 +118,7 @@ MARKS: dict[Row, tuple[str, str, str]] = {
 """The rows that are marked on the strip and stopped at with [ and ]: sign, name of one, name of many."""
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")
-"""Colours of requests: Okabe and Ito's set, which colour-blind eyes can tell apart, its yellow darkened for white paper."""
+"""Colours of requests: Okabe and Ito's set, which colour-blind eyes can tell apart, its yellow darkened for paper."""
 
 PATTERNS = ("solid", "rising", "dots", "level", "cross")
 """Patterns of requests. Request i has colour i mod 7 and pattern i mod 5: 35 looks before one comes back."""
@@ -135,7 +135,7 @@ STATUS_NAMES = (
     "error",
     "pool",
 )
-"""Words for the `status` column. From the sixth on: why it finished (a stop token, its length, …, it outgrew the pool)."""
+"""Words for the `status` column. From "stop" on: why it finished (pool: it outgrew the whole pool)."""
 
 FIRST_FINISHED = STATUS_NAMES.index("stop")
 

@@ -1,10 +1,10 @@
 """Events folded into columns: what one picture of the scheduler needs, cut into frames.
 
-Owns: the columns of `lab.columns` at the end of a frame, the cutting of history into frames, who holds and who waits to give
-back each block. Everything else is read off the state that `kvsched.trace.fold` keeps.
+Owns: the columns of `lab.columns` at the end of a frame, the cutting of history into frames, who holds and who waits
+to give back each block. Everything else is read off the state that `kvsched.trace.fold` keeps.
 Knows nothing about: bytes, widgets, how anything is drawn.
-Invariants: columns are right at a cut, and only then. A frame is a moment at which somebody outside can look: after every
-schedule() call, after every processed output (with the requests that end by it), and after whatever else happens between:
+Invariants: columns are right at a cut, and only then. A frame is a moment at which somebody outside can look: after
+every schedule() call, after every processed output (with the requests that end by it), and after what comes between:
 
     events   add add | schedule … StepScheduled | FenceAdvanced … StepDelivered RequestFinished … | abort | schedule …
     frame       0    |            1             |                       2                          |   3   |     4
@@ -147,12 +147,12 @@ class Fold:
 
     def _step_scheduled(self, event: ev.StepScheduled) -> None:
         self._touched_requests.update(self._newest)
+        self.requests[_GIVEN, self._newest] = 0
+        self._newest = []
         if not event.request_ids:
-            self._newest = []
             return
         flight = self.state.flights[-1]
         self._newest = list(flight.numbers)
-        self.requests[_GIVEN] = 0
         self.requests[_GIVEN, self._newest] = event.num_tokens
         blocks = (ids for _, ids in flight.writes(self.state.block_size))
         rows = zip(flight.numbers, event.num_tokens, blocks, strict=True)

@@ -1,6 +1,6 @@
 """A packed history, read back: the frames, what happened in them, and the state at any of them.
 
-Owns: the reader of the layout in `lab.pack`, and the tables that hold for a whole history (steps, waits behind the fence).
+Owns: the reader of the layout in `lab.pack`, and the tables for a whole history (steps, waits behind the fence).
 Knows nothing about: events, schedulers, drawing. `lab/widgets/hub.js` is its twin in the browser.
 Invariants: a History never changes. `at(frame)` is a function of the bytes and the frame alone.
 """
@@ -59,8 +59,8 @@ class FrameRead(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """One schedule() call. frame: at whose end it is decided; delivered: frame at whose end its output has been processed,
-    None while it is in flight (and for ever if it is empty)."""
+    """One schedule() call. frame: at whose end it is decided; delivered: frame at whose end its output has been
+    processed, None while it is in flight (and for ever if it is empty)."""
 
     number: int
     seq: int
@@ -98,11 +98,13 @@ class State(NamedTuple):
 
     def block(self, name: str) -> Cells:
         """One of the blocks' columns, by name."""
-        return self.blocks[BLOCK_COLUMNS.index(name)]
+        cells: Cells = self.blocks[BLOCK_COLUMNS.index(name)]
+        return cells
 
     def request(self, name: str) -> Cells:
         """One of the requests' columns, by name."""
-        return self.requests[REQUEST_COLUMNS.index(name)]
+        cells: Cells = self.requests[REQUEST_COLUMNS.index(name)]
+        return cells
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ Knows nothing about: what the cells mean (`lab.fold`), who reads them (`lab.hist
 Invariants: a history is MAGIC, VERSION, then chunks; the pieces that `feed` returns, put one behind the other, are that
 history; a reader that stops between two chunks holds a valid, shorter one.
 
-Layout, version 1. Little-endian. `v` is an unsigned LEB128 number, `z` a zigzag-coded signed one, in the same 7-bit groups.
+Layout, version 1. Little-endian. `v` is an unsigned LEB128 number, `z` a zigzag-coded signed one in the same groups.
 
     history   "KVLH"  u16 version  chunk*
     chunk     u8 tag  v length  payload
@@ -24,9 +24,9 @@ Layout, version 1. Little-endian. `v` is an unsigned LEB128 number, `z` a zigzag
     column    v num_runs  (v gap  v length  z difference)…
               `length` cells, `gap` behind the end of the run before, all change by `difference`
 
-A column that grows by one for everybody who runs is one run of three bytes, whatever their number; that is why columns are
-coded as differences. A keyframe is written when the frames since the last one have grown to twice its size: keyframes add at
-most half to the size, and a jump reads three keyframes' worth at most.
+A column that grows by one for everybody who runs is one run of three bytes, whatever their number; that is why columns
+are coded as differences. A keyframe is written when the frames since the last one have grown to twice its size:
+keyframes add at most half to the size, and a jump reads three keyframes' worth at most.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvsched.trace.events import RunStarted
-
 from lab.columns import FrameKind, Row
 from lab.fold import Cells, Fold, Frame, Written
 

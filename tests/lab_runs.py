@@ -67,7 +67,9 @@ class Recorder:
     def land(self) -> None:
         step = self.in_flight.pop(0)
         rows = []
-        for request_id, start, num in zip(step.request_ids, step.num_computed_tokens, step.num_scheduled_tokens, strict=True):
+        for request_id, start, num in zip(
+            step.request_ids, step.num_computed_tokens, step.num_scheduled_tokens, strict=True
+        ):
             chunk = request_id in step.prefill_chunks
             rows.append(() if chunk else (100 + (sum(request_id.encode()) * 7919 + (start + num) * 104729) % 900,))
         self.scheduler.update(step, StepResult(step.step, tuple(rows)))
@@ -125,7 +127,11 @@ def large_run(num_blocks: int = 10_000, max_steps: int = 2_000) -> list[Any]:
     """128 at a time in a pool of the size given, under pressure."""
     rng = random.Random(2024)
     config = SchedulerConfig(
-        num_blocks=num_blocks + 1, max_num_seqs=128, max_num_batched_tokens=8192, defer_block_free=True, reserve_full_isl=True
+        num_blocks=num_blocks + 1,
+        max_num_seqs=128,
+        max_num_batched_tokens=8192,
+        defer_block_free=True,
+        reserve_full_isl=True,
     )
     asks = [
         Ask(f"r{i}", rng.randrange(200, 1600), rng.randrange(200, 1200), at=1 + i * 4) for i in range(max_steps // 4)

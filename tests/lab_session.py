@@ -11,7 +11,6 @@ from typing import Any
 
 from kvsched.config import SchedulerConfig
 from kvsched.trace.events import Event
-
 from tests.lab_runs import SMALL_ASKS, SMALL_CONFIG, Ask, Recorder
 
 

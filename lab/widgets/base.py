@@ -2,7 +2,7 @@
 
 Owns: the protocol `HistorySource`, and the joining of `shared.js` and the shared constants with a widget's own file.
 Knows nothing about: any one widget, sessions, kernels.
-Invariants: what reaches the browser is exactly the constants of `lab.columns`, `shared.js` and the widget's file, in this order.
+Invariants: the browser gets the constants of `lab.columns`, `shared.js` and the widget's file, in this order.
 """
 
 from __future__ import annotations
@@ -111,13 +111,17 @@ class HistorySource(Protocol):
         ...
 
 
+def source_text(file: str) -> str:
+    """A file of this folder."""
+    return (_FOLDER / file).read_text(encoding="utf-8")
+
+
 def script(name: str) -> str:
     """The JavaScript module of a widget: constants, `shared.js`, `NAME.js`."""
     constants = json.dumps(browser_constants(), ensure_ascii=False)
-    own = (_FOLDER / f"{name}.js").read_text(encoding="utf-8")
-    return f"const LAB = {constants};\n{(_FOLDER / 'shared.js').read_text(encoding='utf-8')}\n{own}"
+    return f"const LAB = {constants};\n{source_text('shared.js')}\n{source_text(f'{name}.js')}"
 
 
 def styles(name: str) -> str:
     """The style sheet of a widget."""
-    return (_FOLDER / f"{name}.css").read_text(encoding="utf-8")
+    return source_text(f"{name}.css")

@@ -1,9 +1,10 @@
 // Block map: every block of the pool, from eight with their labels to ten thousand under a lens.
 
 const PATTERNS_FROM = 8;
-const LABELS_FROM = 30;
+const LABELS_FROM = 26;
+const ROOMY_FROM = 46;
 const LARGEST = 88;
-const LENS = { cell: 30, columns: 9, rows: 5 };
+const LENS = { cell: 32, columns: 9, rows: 5 };
 const LEGEND = [
   ["free", "free"], ["cached", "free, still cached"], ["held", "held"], ["writing", "being written"],
   ["fenced", "behind the fence"], ["loading", "loading"], ["saving", "saving"],
@@ -27,6 +28,7 @@ async function render({ model, el: root, host, signal }) {
   showLegend(legend, theme);
   const sheet = new Sheet(sheetBox, { "aria-label": "map of the blocks of the KV cache" }, () => store.invalidate(), signal);
   const map = { store, sheet, theme, hovered: -1, grid: null };
+  const writing = new Writers();
   takeKeys(sheet.canvas, store, {
     ArrowLeft: () => moveCursor(map, -1),
     ArrowRight: () => moveCursor(map, 1),
@@ -36,11 +38,11 @@ async function render({ model, el: root, host, signal }) {
   });
   followPointer(map);
   store.view((state) => {
-    const writing = writers(store);
+    writing.read(store);
     map.grid = gridFor(store.history.numBlocks - 1, sheet.width, sheet.height);
     drawMap(map, state, writing);
     const block = map.hovered > 0 ? map.hovered : store.block;
-    setText(aside, `${store.history.numBlocks - 1} of ${store.history.head.config.block_size} tokens each`);
+    setText(aside, `${plural(store.history.numBlocks - 1, "block")} of ${plural(store.history.head.config.block_size, "token")}`);
     const text = block > 0 ? describeBlock(store, state, writing, block) : "Point at a block, or click it, to see who held it.";
     setText(about, text);
     if (block > 0) spoken.say(text);
@@ -48,26 +50,43 @@ async function render({ model, el: root, host, signal }) {
   }, signal);
 }
 
-/** Blocks that steps in flight still write: Map block -> [{step, request}]. */
-function writers(store) {
-  const { history } = store, found = new Map();
-  for (const step of history.inFlight(store.position)) {
-    history.eachWritten(step, (request, first, length) => {
-      for (let block = first; block < first + length; block++) {
-        if (!found.has(block)) found.set(block, []);
-        found.get(block).push({ step: history.steps.number.at(step), request });
-      }
-    });
+/** Which blocks the steps in flight still write, and which step writes a block for whom. */
+class Writers {
+  constructor() {
+    this.marks = new Uint8Array(0);
   }
-  return found;
+  read(store) {
+    const { history } = store;
+    if (this.marks.length !== history.numBlocks) this.marks = new Uint8Array(history.numBlocks);
+    this.marks.fill(0);
+    this.history = history;
+    this.steps = history.inFlight(store.position);
+    for (const step of this.steps) history.eachWritten(step, (request, first, length) => this.marks.fill(1, first, first + length));
+  }
+  /** [{step, request}], or undefined for a block that nobody writes. */
+  of(block) {
+    if (!this.marks[block]) return undefined;
+    const found = [];
+    for (const step of this.steps) {
+      this.history.eachWritten(step, (request, first, length) => {
+        if (first <= block && block < first + length) found.push({ step: this.history.steps.number.at(step), request });
+      });
+    }
+    return found;
+  }
 }
 
 // ---- where each block is drawn
 
+/** The largest cells with which all blocks fit; whole pixels where they carry patterns. */
 function gridFor(count, width, height) {
-  let size = Math.min(LARGEST, Math.max(1, Math.floor(Math.sqrt((width * height) / count))));
-  while (size > 1 && Math.ceil(count / Math.floor(width / size)) * size > height) size--;
-  const columns = Math.max(1, Math.floor(width / size));
+  let columns = Math.max(1, Math.floor(width / Math.sqrt((width * height) / count)));
+  while (Math.ceil(count / columns) * (width / columns) > height && columns < width) columns++;
+  let size = Math.min(LARGEST, width / columns);
+  if (size >= PATTERNS_FROM) {
+    size = Math.floor(size);
+    columns = Math.max(1, Math.floor(width / size));
+  }
   return { size, columns, count, gap: size >= 20 ? 3 : size >= PATTERNS_FROM ? 1 : 0 };
 }
 
@@ -110,7 +129,7 @@ function outline(ctx, grid, block, colour, width) {
 function lookOf(state, writing, block) {
   const flags = state.block_flags[block], owner = state.block_owner[block] - 1;
   const fenced = (flags & FLAGS.FENCED) > 0;
-  const writes = writing.get(block);
+  const writes = writing.of(block);
   return {
     owner,
     fenced,
@@ -133,7 +152,7 @@ function drawBlock(ctx, map, state, writing, block, x, y, size) {
     ctx.fillRect(x, y, size, size);
     ctx.globalAlpha = 1;
   }
-  if (size >= LABELS_FROM - 4) labelBlock(ctx, map, look, block, x, y, size);
+  if (size >= LABELS_FROM) labelBlock(ctx, map, look, block, x, y, size);
 }
 
 function drawCell(ctx, theme, look, x, y, size) {
@@ -154,19 +173,24 @@ function drawCell(ctx, theme, look, x, y, size) {
 }
 
 function cornerDots(ctx, theme, x, y, size) {
-  const r = Math.max(1.5, size / 16), step = size / 4;
+  const r = Math.max(1.5, size / 24), step = size / 4;
   ctx.fillStyle = theme.ink2;
-  ctx.globalAlpha = 0.6;
+  ctx.globalAlpha = 0.5;
   for (let i = 1; i <= 3; i++) for (let j = 1; j <= 3; j++) ctx.fillRect(x + i * step - r / 2, y + j * step - r / 2, r, r);
   ctx.globalAlpha = 1;
 }
 
 function drawFence(ctx, theme, x, y, size) {
   frame(ctx, theme.ink, x, y, size, 1, [2, 2]);
+  if (size >= ROOMY_FROM) drawPosts(ctx, theme, x + size - 26, y + 3, 10);
+  else drawPosts(ctx, theme, x + size * 0.2, y + size * 0.56, size * 0.6);
+}
+
+function drawPosts(ctx, theme, x, y, width) {
+  const post = width >= 8 ? 2 : 1, height = width * 0.6;
   ctx.fillStyle = theme.ink;
-  const post = size >= 20 ? 2 : 1;
-  for (let i = 0; i < 3; i++) ctx.fillRect(x + size * (0.25 + i * 0.22), y + size * 0.62, post, size * 0.26);
-  ctx.fillRect(x + size * 0.18, y + size * 0.7, size * 0.64, post);
+  for (let i = 0; i < 3; i++) ctx.fillRect(x + ((width - post) * i) / 2, y, post, height);
+  ctx.fillRect(x, y + height * 0.35, width, post / 2 + 0.5);
 }
 
 function frame(ctx, colour, x, y, size, width, dash = []) {
@@ -211,25 +235,30 @@ function arrow(ctx, theme, x, y, size, direction) {
 function labelBlock(ctx, map, look, block, x, y, size) {
   const { theme, store } = map;
   const onColour = look.owner >= 0 && !look.fenced && (store.request < 0 || store.request === look.owner);
-  const ink = onColour ? inkOn(look.owner) : theme.ink;
-  ctx.textAlign = "left";
+  const back = onColour ? requestColour(look.owner) : null, ink = onColour ? inkOn(look.owner) : theme.ink;
+  const isSmall = size < ROOMY_FROM, px = isSmall ? 10 : 12;
   ctx.textBaseline = "top";
-  plate(ctx, `${block}`, `10px ${theme.font}`, x + 3, y + 3, onColour ? requestColour(look.owner) : null, ink);
   if (look.owner >= 0) {
-    const name = shorten(store.history.requests[look.owner].id, Math.floor(size / 7));
-    const middle = look.fenced ? y + size * 0.36 : y + size / 2 - 5;
+    const name = shorten(store.history.requests[look.owner].id, Math.floor((size - 2) / (px * 0.58)));
+    const middle = isSmall && look.fenced ? y + 5 : look.fenced || isSmall ? y + size * 0.36 : y + size / 2 - 5;
     ctx.textAlign = "center";
-    plate(ctx, name, `600 12px ${theme.font}`, x + size / 2, middle, onColour ? requestColour(look.owner) : null, ink);
+    plate(ctx, name, `600 ${px}px ${theme.font}`, x + size / 2, middle - (isSmall ? 2 : 0), back, ink);
   }
+  if (isSmall) return;
+  ctx.textAlign = "left";
+  plate(ctx, `${block}`, `10px ${theme.font}`, x + 3, y + 3, back, ink);
   const notes = [];
-  if (look.fenced) notes.push(`waits ${look.fence}`);
-  if (look.writes) notes.push(`w ${[...new Set(look.writes.map((write) => write.step))].join(",")}`);
+  if (look.fenced) notes.push(`until ${look.fence}`);
+  else if (look.writes) notes.push(stepsOf(look.writes));
   if (look.shared) notes.push("shared");
   ctx.textAlign = "right";
-  if (notes.length && size >= 44) {
-    plate(ctx, shorten(notes.join(" "), Math.floor(size / 5.5)), `10px ${theme.font}`, x + size - 3, y + size - 14,
-      onColour ? requestColour(look.owner) : null, ink);
-  }
+  if (notes.length) plate(ctx, shorten(notes.join(" "), Math.floor(size / 5.5)), `10px ${theme.font}`, x + size - 3, y + size - 14, back, ink);
+}
+
+/** "step 7" or "step 7–9". */
+function stepsOf(writes) {
+  const first = writes[0].step, last = writes[writes.length - 1].step;
+  return first === last ? `step ${first}` : `step ${first}–${last}`;
 }
 
 /** Text on a plate of its own, so that a pattern does not disturb it. */
@@ -239,7 +268,7 @@ function plate(ctx, text, font, x, y, back, ink) {
     const width = ctx.measureText(text).width + 4;
     const left = ctx.textAlign === "center" ? x - width / 2 : ctx.textAlign === "right" ? x - width + 2 : x - 2;
     ctx.fillStyle = back;
-    ctx.fillRect(left, y - 1, width, font.startsWith("600") ? 14 : 12);
+    ctx.fillRect(left, y - 1, width, font.includes("12px") ? 14 : 12);
   }
   ctx.fillStyle = ink;
   ctx.fillText(text, x, y);
@@ -253,19 +282,22 @@ function drawPixels(map, state, writing) {
   const width = edge(grid.columns), height = edge(Math.ceil(grid.count / grid.columns));
   if (map.image?.width !== width || map.image.height !== height) map.image = sheet.ctx.createImageData(width, height);
   const pixels = new Uint32Array(map.image.data.buffer);
-  const gap = grid.size * sheet.scale > 3 ? 1 : 0;
+  const gap = grid.size * sheet.scale > 3.5 ? 1 : 0;
+  const lefts = Int32Array.from({ length: grid.columns + 1 }, (_, column) => edge(column));
   pixels.fill(0);
   for (let row = 0, block = 1; block <= grid.count; row++) {
-    const top = edge(row), bottom = edge(row + 1) - gap;
-    for (let column = 0; column < grid.columns && block <= grid.count; column++, block++) {
-      const left = edge(column), right = edge(column + 1) - gap;
-      const fill = pixelOf(map, colours, state, block);
-      for (let y = top; y < bottom; y++) pixels.fill(fill, y * width + left, y * width + right);
-      const isWritten = writing.has(block);
+    const top = edge(row), bottom = edge(row + 1) - gap, line = top * width, middle = ((top + bottom) >> 1) * width;
+    const first = block, end = Math.min(grid.count + 1, block + grid.columns);
+    for (; block < end; block++) {
+      const column = block - first;
+      pixels.fill(pixelOf(map, colours, state, block), line + lefts[column], line + lefts[column + 1] - gap);
+    }
+    for (let y = top + 1; y < bottom; y++) pixels.copyWithin(y * width, line, line + width);
+    for (block = first; block < end; block++) {
+      const isWritten = writing.marks[block];
       if (!isWritten && !(state.block_flags[block] & FLAGS.FENCED)) continue;
-      const dot = isWritten ? colours.ink : colours.ink2;
-      pixels[((top + bottom) >> 1) * width + ((left + right) >> 1)] = dot;
-      if (right - left > 3) pixels[((top + bottom) >> 1) * width + ((left + right) >> 1) - 1] = dot;
+      const column = block - first, centre = middle + ((lefts[column] + lefts[column + 1] - gap) >> 1);
+      pixels[centre] = isWritten ? colours.ink : colours.ink2;
     }
   }
   sheet.ctx.putImageData(map.image, 0, 0);

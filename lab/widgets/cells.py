@@ -56,7 +56,7 @@ def running_cell() -> tuple[str, str] | None:
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    parent = getattr(shell, "get_parent", dict)()
+    parent: dict[str, Any] = getattr(shell, "get_parent", dict)()
     message = parent.get("header", {}).get("msg_id")
     if not message or parent["header"].get("msg_type") != "execute_request":
         return None

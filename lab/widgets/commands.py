@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lab.widgets.hub import Hub
-
     from lab.widgets.base import HistorySource
+    from lab.widgets.hub import Hub
 
 
 class CommandRefused(ValueError):

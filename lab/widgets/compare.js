@@ -7,7 +7,7 @@ async function render({ model, el: root, host, signal }) {
   const stores = await Promise.all(model.get("hubs").map(async (hub) => (await host.getWidget(hub)).exports));
   root.labStore = stores[model.get("leader")];
   const heads = model.get("names").map((name) => ({ name, where: el("span", { class: "lab-aside" }) }));
-  const difference = el("span", { class: "lab-difference", "data-testid": "difference" });
+  const difference = el("div", { class: "lab-difference", "data-testid": "difference" });
   const go = el("button", { text: "go there", on: { click: () => stores[0].moveTo(go.frame) } });
   takeKeys(go, root.labStore, { " ": () => go.click() });
   const grid = el("div", { class: "lab-compare-grid" });
@@ -20,11 +20,12 @@ async function render({ model, el: root, host, signal }) {
     if (area !== "transport") grid.append(box);
     await (await host.getWidget(part)).render({ el: box, signal });
   }));
+  transport.classList.add("lab-of-two");
   linkStores(stores, signal);
-  const find = () => showDifference(difference, go, stores, heads);
+  const find = () => showDifference(difference, go, stores, model.get("names"));
   stores.forEach((store, i) => {
     store.on("history", find, signal);
-    store.view((state) => setText(heads[i].where, headline(state, store)), signal);
+    store.view((state) => setText(heads[i].where, countWords(state, store)), signal);
   });
   find();
 }
@@ -70,36 +71,40 @@ function firstOfStep(history, step) {
 
 // ---- the first difference
 
-function showDifference(element, go, stores, heads) {
+function showDifference(element, go, stores, names) {
   const found = firstDifference(stores.map((store) => store.history));
   stores.forEach((store, side) => {
     store.flag = found ? { frame: found.frames[side], text: "≠" } : null;
     store.invalidate();
   });
   go.hidden = !found;
-  if (!found) return setText(element, "No step differs so far.");
+  if (!found) return element.replaceChildren("No step differs so far.");
   go.frame = found.frames[0];
-  setText(element, `First difference in step ${found.step}: ${found.texts.map((text, i) => `${heads[i].name}: ${text}`).join("  |  ")}`);
+  element.replaceChildren(el("b", { text: `First difference in step ${found.step}` }),
+    ...found.texts.map((text, i) => el("div", { text: `${names[i]}: ${text}` })));
 }
 
 function firstDifference(histories) {
   const [a, b] = histories, most = Math.max(a.numSteps, b.numSteps);
   for (let i = 0; i < most; i++) {
-    const texts = histories.map((history) => (i < history.numSteps ? decisionOf(history, i) : "the run is over"));
-    if (texts[0] === texts[1]) continue;
+    const decisions = histories.map((history) => (i < history.numSteps ? decisionOf(history, i) : ["the run is over"]));
+    const texts = decisions.map((own, side) => own.filter((item) => !decisions[1 - side].includes(item)).join("; "));
+    if (!texts[0] && !texts[1]) continue;
     const step = (i < a.numSteps ? a : b).steps.number.at(i);
-    return { step, texts, frames: histories.map((h) => (i < h.numSteps ? h.steps.frame.at(i) : h.numFrames - 1)) };
+    const frames = histories.map((h) => (i < h.numSteps ? h.steps.frame.at(i) : h.numFrames - 1));
+    return { step, frames, texts: texts.map((text) => text || "nothing of the kind") };
   }
   return null;
 }
 
-/** All that a step decided, in words that are equal only if the decisions are. */
+/** All that a step decided, as texts that are equal only if the decisions are. */
 function decisionOf(history, step) {
-  const given = [];
-  history.eachScheduled(step, (request, tokens) => given.push(`${history.requests[request].id} +${tokens}`));
+  const decided = [];
+  history.eachScheduled(step, (request, tokens) => {
+    decided.push(`${history.requests[request].id} gets ${plural(tokens, "token")}`);
+  });
   const others = history.rowsOf(history.steps.frame.at(step)).filter((row) => DECISIONS.has(row.kind));
-  const scheduled = given.length ? given.join(", ") : "nobody is scheduled";
-  return [scheduled, ...others.map((row) => describeRow(history, row))].join("; ");
+  return [...decided, ...others.map((row) => describeRow(history, row))];
 }
 
 export default { render };

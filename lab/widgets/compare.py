@@ -6,6 +6,8 @@ Invariants: each side has a hub of its own; the longer history leads.
 
 from __future__ import annotations
 
+from typing import Any
+
 import anywidget
 import traitlets
 
@@ -24,8 +26,8 @@ class Compare(anywidget.AnyWidget):
     """
 
     _esm, _css = script("compare"), styles("compare")
-    hubs = traitlets.List().tag(sync=True)
-    names = traitlets.List().tag(sync=True)
+    hubs: traitlets.List[Any] = traitlets.List().tag(sync=True)
+    names: traitlets.List[Any] = traitlets.List().tag(sync=True)
     leader = traitlets.Int(0).tag(sync=True)
     parts = traitlets.Dict().tag(sync=True)
 

@@ -410,6 +410,7 @@ class Store {
     this.frameTimes = [];
     this.messages = [];
     this.playing = false;
+    this.note = { kind: "", text: "", about: "" };
     this.open();
     model.on("change:packed", () => this.replaceHistory());
     model.on("msg:custom", (content, buffers) => this.receive(content, buffers));
@@ -424,7 +425,7 @@ class Store {
     this.status = opening.status;
     this.tails = opening.tails;
     this.why = new Map();
-    this.note = { kind: "", text: "" };
+    this.askedWhy = "";
     this.block = opening.block;
     this.request = this.indexOf(opening.request);
     this.position = this.clamp(opening.position);
@@ -560,13 +561,14 @@ class Store {
 
   command(name, args = {}) {
     this.tell();
-    this.setNote("", "");
+    this.setNote("", "", name);
     this.model.send({ do: name, ...args });
     this.emit("command", name);
   }
 
-  setNote(kind, text) {
-    this.note = { kind, text };
+  /** kind: "error" or "info"; about: the command that it answers. */
+  setNote(kind, text, about) {
+    this.note = { kind, text, about };
     this.emit("note");
   }
 
@@ -575,12 +577,18 @@ class Store {
     if (this.messages.length > 5000) this.messages.shift();
     if (content.kind === "append") this.appendHistory(content, bytesOf(buffers[0]));
     else if (content.kind === "why") this.takeWhy(content);
-    else if (content.kind === "done") this.waitingForStep = false;
-    else if (content.kind === "note") {
+    else if (content.kind === "done") this.endCommand(content.do);
+    else if (content.kind === "refused") {
       this.waitingForStep = this.playing = false;
-      this.setNote(content.level, content.text);
+      this.setNote("error", content.text, content.do);
     }
     this.invalidate();
+  }
+
+  endCommand(name) {
+    this.waitingForStep = false;
+    if (name === "inject") this.setNote("info", `Planned, from step ${this.step + 1} on.`, name);
+    else if (name === "set_option") this.setNote("info", "Set.", name);
   }
 
   appendHistory({ generation, offset, position, status, tails }, piece) {
@@ -602,7 +610,6 @@ class Store {
     this.open();
     this.emit("history");
     this.emit("position");
-    this.emit("note");
     this.invalidate();
   }
 

@@ -1,10 +1,10 @@
 """The hub: one session's history in the browser, kept up to date, and the commands that come back.
 
-Owns: packing a source's events and sending them piece by piece, at most 20 messages a second; position and selection as the
-kernel knows them; the table of commands.
-Knows nothing about: how anything is drawn.
-Invariants: `data` the browser holds is a prefix of ours of the same generation, or it asks for all of it. The source does not
-keep the hub alive. After `close` the hub holds neither source nor timer.
+Owns: packing a source's events and sending them piece by piece, at most 20 messages a second; position and selection
+as the kernel knows them.
+Knows nothing about: how anything is drawn, what commands do.
+Invariants: the history that the browser holds is the beginning of ours, of the same generation, or it asks for all of
+it. The source does not keep the hub alive. After `close` the hub holds neither source nor timer.
 
     source --on_change--> throttle --append piece--> browser          (history)
     source <--look, step, inject, …-- browser                         (commands: small dicts)
@@ -22,7 +22,7 @@ import traitlets
 from lab.pack import Packer
 from lab.widgets.base import HistorySource, script, styles
 from lab.widgets.cells import adopt
-from lab.widgets.commands import CommandRefused, Commands
+from lab.widgets.commands import Commands
 from lab.widgets.throttle import Throttle
 from lab.widgets.tokens import TokenTails
 
@@ -65,7 +65,7 @@ class Hub(anywidget.AnyWidget):
         return f"Hub({self.summary()})"
 
     def summary(self) -> str:
-        """"step 7 of 40": where one looks; the same in every run."""
+        """ "step 7 of 40": where one looks; the same in every run."""
         if not self.packer.frames:
             return "empty"
         return f"step {self.packer.frames[self.frame].step} of {self.packer.frames[-1].step}"
@@ -171,9 +171,9 @@ class Hub(anywidget.AnyWidget):
             self.push()
             if name not in ("look", "explain", "resend"):
                 self.send({"kind": "done", "do": name})
-        except (CommandRefused, ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError) as error:
             self.push()
-            self.send({"kind": "note", "level": "error", "text": str(error)})
+            self.send({"kind": "refused", "do": name, "text": str(error)})
         finally:
             self._busy_command = ""
 

@@ -24,10 +24,7 @@ async function render({ model, el: root, host, signal }) {
   const settings = new SettingsForm(store);
   root.append(el("div", { class: "lab-panel" },
     el("div", { class: "lab-title" }, "Break it", aside), faults.element, settings.element, note));
-  store.on("note", () => {
-    note.dataset.kind = store.note.kind;
-    setText(note, store.note.text);
-  }, signal);
+  store.on("note", () => showNote(note, CHANGES.has(store.note.about) ? store.note : null), signal);
   store.on("history", () => settings.read(), signal);
   settings.read();
   store.view(() => {
@@ -105,11 +102,15 @@ class FaultForm {
     for (const [field, input] of this.inputs) {
       if (field === "request") fault.request = input.value;
       else if (input.value !== "") fault[field] = Number(input.value);
-      else if (field !== "until_step") return this.store.setNote("error", `${field.replace("_", " ")} is empty; give a number`);
+      else if (field !== "until_step") return this.refuse(`${field.replace("_", " ")} is empty; give a number`);
     }
-    if (this.inputs.has("request") && !fault.request) return this.store.setNote("error", "no request lives at this moment");
+    if (this.inputs.has("request") && !fault.request) return this.refuse("no request lives at this moment");
     if (this.name === "next_call") Object.assign(fault, { kind: "fail_call", call: nextCall(this.store) });
     this.store.command("inject", { fault });
+  }
+
+  refuse(text) {
+    this.store.setNote("error", text, "inject");
   }
 }
 

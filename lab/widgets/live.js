@@ -31,15 +31,17 @@ class Controls {
   constructor(store) {
     this.store = store;
     const button = (text, title, click) => {
-      const made = el("button", { text, title, on: { click } });
+      const made = el("button", { title, on: { click } }, el("span", { text }));
       takeKeys(made, store, { " ": () => click() });
       return made;
     };
-    this.toggle = button("Pause", "pause or go on", () => store.command(store.status.mode === "running" ? "pause" : "resume"));
+    this.toggle = button("", "pause or go on", () => store.command(store.status.mode === "running" ? "pause" : "resume"));
     this.abortOne = button("Abort", "abort the selected request", () => store.command("abort", { request: this.chosen() }));
     this.abortAll = button("Abort all", "abort every request that lives", () => {
       for (const id of alive(store)) store.command("abort", { request: id });
     });
+    this.sign = icon("stop");
+    this.toggle.prepend(this.sign);
     this.element = el("span", { class: "lab-live-controls" }, this.toggle, this.abortOne, this.abortAll);
   }
   chosen() {
@@ -47,8 +49,9 @@ class Controls {
   }
   show() {
     const { mode } = this.store.status, id = this.chosen(), living = alive(this.store);
-    setText(this.toggle, mode === "running" ? "⏸ Pause" : "▶ Run");
-    setText(this.abortOne, id ? `Abort ${shorten(id, 12)}` : "Abort selected");
+    setIcon(this.sign, mode === "running" ? "stop" : "next");
+    setText(this.toggle.lastChild, mode === "running" ? " Pause" : " Run");
+    setText(this.abortOne.lastChild, id ? `Abort ${shorten(id, 12)}` : "Abort selected");
     this.toggle.disabled = mode === "recording";
     this.abortOne.disabled = mode === "recording" || !living.includes(id);
     this.abortAll.disabled = mode === "recording" || !living.length;

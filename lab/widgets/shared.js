@@ -21,24 +21,43 @@ function el(tag, properties = {}, ...children) {
   return element;
 }
 
+const ICONS = {
+  first: "M3 3h2v10H3z M13 3v10L6 8z",
+  back: "M11 3v10L4 8z",
+  next: "M5 3v10l7-5z",
+  last: "M11 3h2v10h-2z M3 3v10l7-5z",
+  play: "M2 3v10l6-5z M8 3v10l6-5z",
+  stop: "M4 3h3v10H4z M9 3h3v10H9z",
+};
 const SVG = "http://www.w3.org/2000/svg";
 
-/** A small sign drawn from one path in a box of 16 by 16. */
-function icon(path) {
+/** One of ICONS, in a box of 16 by 16. */
+function icon(name) {
   const svg = document.createElementNS(SVG, "svg");
-  for (const [name, value] of [["viewBox", "0 0 16 16"], ["class", "lab-icon"], ["aria-hidden", "true"]]) svg.setAttribute(name, value);
-  const shape = document.createElementNS(SVG, "path");
-  shape.setAttribute("d", path);
-  svg.append(shape);
+  svg.setAttribute("viewBox", "0 0 16 16");
+  svg.setAttribute("class", "lab-icon");
+  svg.setAttribute("aria-hidden", "true");
+  svg.append(document.createElementNS(SVG, "path"));
+  setIcon(svg, name);
   return svg;
+}
+
+function setIcon(svg, name) {
+  svg.firstChild.setAttribute("d", ICONS[name]);
 }
 
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+const inEnglish = new Intl.NumberFormat("en");
+
+function counted(count) {
+  return inEnglish.format(count);
+}
+
 function plural(count, one, many = `${one}s`) {
-  return `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+  return `${counted(count)} ${count === 1 ? one : many}`;
 }
 
 function shorten(text, most) {
@@ -219,6 +238,16 @@ class SpokenLine {
   }
 }
 
+// ---- what the kernel answers
+
+/** Commands that change a run; the inject panel shows what came of them, the transport what came of the others. */
+const CHANGES = new Set(["inject", "set_option"]);
+
+function showNote(element, note) {
+  element.dataset.kind = note?.kind ?? "";
+  setText(element, note?.text ?? "");
+}
+
 // ---- keys
 
 const MOVES = {
@@ -251,19 +280,27 @@ function takeKeys(element, store, own = {}) {
 
 /** "step 7 of 40 · 3 running · 2 of 8 blocks free · fence at 5, newest 7". Twin of lab.views.headline. */
 function headline(state, store) {
-  const { history } = store, frames = history.frames, at = store.position;
+  return `${stepWords(store)} · ${countWords(state, store)}`;
+}
+
+function stepWords({ history, position }) {
+  return `step ${counted(history.frames.step.at(position))} of ${counted(history.lastStep)}`;
+}
+
+function countWords(state, { history, position }) {
   const counts = queueCounts(state, history);
-  const parts = [`step ${frames.step.at(at)} of ${history.lastStep}`, `${counts.running} running`];
-  if (counts.loading) parts.push(`${counts.loading} loading`);
-  parts.push(`${counts.waiting} waiting`);
-  parts.push(`${frames.free.at(at)} of ${history.numBlocks - 1} blocks free`);
-  parts.push(fenceWords(history, at));
-  return parts.join(" · ");
+  return [
+    `${counted(counts.running)} running`,
+    ...(counts.loading ? [`${counted(counts.loading)} loading`] : []),
+    `${counted(counts.waiting)} waiting`,
+    `${counted(history.frames.free.at(position))} of ${plural(history.numBlocks - 1, "block")} free`,
+    fenceWords(history, position),
+  ].join(" · ");
 }
 
 function fenceWords(history, frame) {
   const processed = history.frames.processed.at(frame), newest = history.frames.newest.at(frame);
-  if (newest) return `fence at ${processed}, newest ${newest}`;
+  if (newest) return `fence at ${counted(processed)}, newest ${counted(newest)}`;
   const steps = history.inFlight(frame).map((index) => history.steps.number.at(index));
   return steps.length ? `fence off, ${steps.length === 1 ? "step" : "steps"} ${steps.join(", ")} in flight` : "fence off";
 }

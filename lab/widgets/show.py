@@ -1,19 +1,20 @@
 """The whole lab in one widget: the views of one session, laid out.
 
-Owns: which views there are and in which arrangement. Knows nothing about: what they draw.
+Owns: `show`, which views there are and in which arrangement. Knows nothing about: what they draw.
 Invariants: all parts have one hub; closing the whole closes every part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, overload, runtime_checkable
 
 import anywidget
 import traitlets
 
 from lab.widgets.base import HistorySource, script, styles
 from lab.widgets.cells import adopt
+from lab.widgets.compare import Compare
 from lab.widgets.hub import Hub
 from lab.widgets.views import (
     BlockMap,
@@ -67,3 +68,37 @@ class Show(anywidget.AnyWidget):
             view.close()
         self.of.close()
         super().close()
+
+
+@runtime_checkable
+class Pair(Protocol):
+    """Two sessions to be seen side by side, and what to call them (`lab.compare` makes one)."""
+
+    @property
+    def sessions(self) -> tuple[HistorySource, HistorySource]:
+        """Left and right."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of left and right."""
+        ...
+
+
+@overload
+def show(session: HistorySource, *, live: bool = False) -> Show: ...
+
+
+@overload
+def show(session: Pair) -> Compare: ...
+
+
+def show(session: HistorySource | Pair, *, live: bool = False) -> Show | Compare:
+    """All views of a session on one screen, or two sessions side by side, to be shown as the result of a cell.
+
+    live: with tokens, rates and buttons for a session that runs by itself (`session.resume()`). Running the cell again
+    closes what it showed before.
+    """
+    if isinstance(session, Pair):
+        return Compare(*session.sessions, names=session.names)
+    return Show(session, live=live)

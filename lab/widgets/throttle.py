@@ -18,7 +18,9 @@ class Throttle:
     interval: seconds.
     """
 
-    def __init__(self, interval: float, action: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, interval: float, action: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._interval = interval
         self._action = action
         self._clock = clock

@@ -16,7 +16,7 @@ async function render({ model, el: root, host, signal }) {
   root.classList.add("lab", "lab-timeline");
   const aside = el("span", { class: "lab-aside", "data-testid": "about-time" });
   const sheetBox = el("div", { class: "lab-sheet" });
-  const line = { store, from: 0, to: USUAL_SPAN, tip: null, derived: null };
+  const line = { store, from: 0, to: LEAST_SPAN, chosen: false, tip: null, derived: null };
   const tool = (text, title, click) => {
     const button = el("button", { text, title, "aria-label": title, on: { click } });
     takeKeys(button, store, { " ": () => click() });
@@ -41,7 +41,6 @@ async function render({ model, el: root, host, signal }) {
     PageDown: () => pan(line, 0.5),
   });
   followPointer(line);
-  line.to = Math.min(USUAL_SPAN, Math.max(LEAST_SPAN, store.history.numFrames));
   store.on("history", () => (line.derived = null), signal);
   store.on("selection", () => (line.picture = null), signal);
   store.view(() => {
@@ -116,6 +115,8 @@ function lastOf(line) {
 
 function setWindow(line, from, span) {
   const end = lastOf(line);
+  line.chosen = true;
+  line.showsAll = span >= end;
   span = Math.max(LEAST_SPAN, Math.min(span, end));
   line.from = Math.max(0, Math.min(from, end - span));
   line.to = line.from + span;
@@ -135,18 +136,18 @@ function pan(line, share) {
   setWindow(line, line.from + share * (line.to - line.from), line.to - line.from);
 }
 
-/** The position moved: let the window follow when it would leave it. */
+/** Until somebody zooms, the window grows with the history up to a usual span. It follows the position. */
 function keepInSight(line) {
-  const { position } = line.store, span = line.to - line.from, size = line.derived.numFrames;
-  if (line.seenFrames !== size && line.wasAll) line.to = lastOf(line);
-  line.seenFrames = size;
-  if (line.seenPosition !== position && (position < line.from || position >= line.to - 1)) {
-    const from = position < line.from ? position - span * 0.15 : position - span * 0.85;
-    line.from = Math.max(0, Math.min(from, lastOf(line) - span));
-    line.to = line.from + span;
+  const { position } = line.store, end = lastOf(line), grew = line.seenFrames !== line.derived.numFrames;
+  if (grew && (!line.chosen || line.showsAll)) line.to = line.from + (line.showsAll ? end : Math.min(USUAL_SPAN, end));
+  const span = line.to - line.from, moved = line.seenPosition !== position;
+  if (moved && (position < line.from || position >= line.to - 1)) {
+    line.from = position - span * (position < line.from ? 0.15 : 0.85);
   }
+  line.from = Math.max(0, Math.min(line.from, end - span));
+  line.to = line.from + span;
+  line.seenFrames = line.derived.numFrames;
   line.seenPosition = position;
-  line.wasAll = line.from === 0 && line.to >= lastOf(line);
 }
 
 // ---- drawing
@@ -239,13 +240,17 @@ function paintSteps(ctx, line) {
     const has = store.request >= 0 && stepHas(store.history, i, store.request);
     ctx.fillStyle = has ? requestFill(ctx, theme, store.request) : mix(theme.ink2, theme.paper, store.request >= 0 ? 0.78 : 0.6);
     ctx.fillRect(x, y, width, STEP_LANE - 3);
-    if (width > 16) {
-      ctx.fillStyle = has ? inkOn(store.request) : theme.ink;
-      ctx.fillText(`${steps.number.at(i)}`, x + 4, y + (STEP_LANE - 3) / 2 + 0.5);
-    }
+    ctx.fillStyle = has ? inkOn(store.request) : theme.ink;
+    number(ctx, steps.number.at(i), x + 4, y + (STEP_LANE - 3) / 2 + 0.5, width - 5);
   });
 }
 
+
+/** A number, if there is room for it. */
+function number(ctx, value, x, y, room) {
+  const text = String(value);
+  if (text.length * 6 <= room) ctx.fillText(text, x, y);
+}
 
 function stepHas(history, step, wanted) {
   let found = false;
@@ -269,7 +274,7 @@ function paintFence(ctx, line) {
       ctx.fillStyle = theme.accent;
       ctx.fillRect(x, tracks.fence - 1, 2, FENCE_TRACK - 2);
       ctx.fillStyle = theme.ink;
-      if (width > 14) ctx.fillText(`${processed.at(f)}`, x + 5, tracks.fence + (FENCE_TRACK - 4) / 2 + 0.5);
+      number(ctx, processed.at(f), x + 5, tracks.fence + (FENCE_TRACK - 4) / 2 + 0.5, width - 6);
     }
     f = next;
   }
@@ -392,12 +397,12 @@ function paintAxis(ctx, line, theme) {
   for (let i = firstFrom(steps.frame, line.from); i < store.history.numSteps; i++) {
     const x = line.x(steps.frame.at(i));
     if (x > sheet.width) break;
-    const number = steps.number.at(i);
-    if (number % every) continue;
+    const label = steps.number.at(i);
+    if (label % every) continue;
     ctx.fillStyle = theme.line;
     ctx.fillRect(Math.round(x), tracks.bottom, 1, 3);
     ctx.fillStyle = theme.ink2;
-    if (x > rightmost && x > GUTTER + 6 && x < sheet.width - 10) ctx.fillText(`${number}`, x, tracks.bottom + 9);
+    if (x > rightmost && x > GUTTER + 6 && x < sheet.width - 10) ctx.fillText(`${label}`, x, tracks.bottom + 9);
     rightmost = Math.max(rightmost, x + 20);
   }
   ctx.textAlign = "right";

@@ -1,14 +1,8 @@
 // Transport: where one is, and the ways to go on: step, back, play, seek along a strip of what happened.
 
 const SPEEDS = [1, 2, 5, 10, 30, 60];
-const ICONS = {
-  first: "M3 3h2v10H3z M13 3v10L6 8z",
-  back: "M11 3v10L4 8z",
-  next: "M5 3v10l7-5z",
-  last: "M11 3h2v10h-2z M3 3v10l7-5z",
-  play: "M2 3v10l6-5z M8 3v10l6-5z",
-  stop: "M4 3h3v10H4z M9 3h3v10H9z",
-};
+const KEYS = `← and →: one moment back or on; with Shift: one step. Home and End: first and last moment.
+[ and ]: the last and the next marked event. Space: play or stop.`;
 const LANES = new Map([
   [ROWS.FAILED, 0], [ROWS.LOAD_FAILED, 0], [ROWS.FAULT, 0],
   [ROWS.PREEMPTED, 1], [ROWS.GUARD, 1], [ROWS.CONFIG, 1], [ROWS.FINISHED, 2],
@@ -17,7 +11,8 @@ const LANES = new Map([
 async function render({ model, el: root, host, signal }) {
   const store = await openStore(model, host);
   root.classList.add("lab", "lab-transport");
-  const where = el("div", { class: "lab-headline", "data-testid": "headline" });
+  const step = el("span"), counts = el("span", { class: "lab-counts" });
+  const where = el("div", { class: "lab-headline", "data-testid": "headline" }, step, counts);
   const what = el("div", { class: "lab-moment", "data-testid": "moment" });
   const buttons = makeButtons(store, signal);
   const legend = el("div", { class: "lab-legend" });
@@ -33,26 +28,21 @@ async function render({ model, el: root, host, signal }) {
   const sheet = new Sheet(strip, { role: "slider", "aria-label": "position in the history" }, () => store.invalidate(), signal);
   takeKeys(sheet.canvas, store);
   followPointer(sheet, store);
-  const marks = new StripMarks(store);
-  store.on("history", () => marks.forget(), signal);
-  store.on("note", () => showNote(note, store.note), signal);
+  const picture = new StripPicture(store);
+  store.on("note", () => showNote(note, CHANGES.has(store.note.about) ? null : store.note), signal);
 
   store.view((state) => {
     const text = headline(state, store), { history } = store;
-    setText(where, text);
+    setText(step, stepWords(store));
+    setText(counts, ` · ${countWords(state, store)}`);
     setText(what, moment(history, store.position));
     spoken.say(`${text}. ${what.textContent}`);
     buttons.show();
     showLegend(legend, history);
-    drawStrip(sheet, theme, marks, store);
+    drawStrip(sheet, theme, picture, store);
     setSlider(sheet.canvas, store, text);
   }, signal);
   signal.addEventListener("abort", () => buttons.stop());
-}
-
-function showNote(element, { kind, text }) {
-  element.dataset.kind = kind;
-  setText(element, text);
 }
 
 function setSlider(canvas, store, text) {
@@ -66,7 +56,7 @@ function setSlider(canvas, store, text) {
 
 function makeButtons(store, signal) {
   const button = (sign, title, click) => {
-    const made = el("button", { "aria-label": title, title, on: { click } }, icon(ICONS[sign]), el("span"));
+    const made = el("button", { "aria-label": title, title, on: { click } }, icon(sign), el("span"));
     takeKeys(made, store);
     // Space presses a button that has the focus, as everywhere; it does not play.
     made.addEventListener("keydown", (event) => event.key === " " && event.stopImmediatePropagation(), true);
@@ -92,7 +82,7 @@ function makeButtons(store, signal) {
       first.disabled = back.disabled = store.position === 0;
       next.disabled = store.atEnd && !store.status.can_step;
       last.disabled = store.atEnd;
-      play.firstChild.firstChild.setAttribute("d", store.playing ? ICONS.stop : ICONS.play);
+      setIcon(play.firstChild, store.playing ? "stop" : "play");
       play.setAttribute("aria-pressed", String(store.playing));
       setText(next.lastChild, store.atEnd && store.status.can_step ? " step" : "");
     },
@@ -128,58 +118,67 @@ class Player {
 
 // ---- the strip
 
-/** The marks, counted per pixel; made anew when the history or the width changes. */
-class StripMarks {
+const EDGE = 8;
+
+/** The marks, painted once for each history, size and theme. */
+class StripPicture {
   constructor(store) {
     this.store = store;
-    this.forget();
+    this.canvas = document.createElement("canvas");
   }
-  forget() {
-    this.width = -1;
-  }
-  at(width) {
-    const { history } = this.store;
-    if (this.width === width) return this.columns;
-    const scale = (width - 1) / Math.max(1, history.numFrames - 1);
-    this.width = width;
-    this.columns = { lanes: [0, 1, 2].map(() => new Map()), fence: new Uint8Array(width) };
-    for (let i = 0; i < history.marks.length; i++) {
-      const row = history.marks.at(i), kind = history.rows.kind.at(row);
-      const x = Math.round(history.rows.frame.at(row) * scale);
-      const lane = this.columns.lanes[LANES.get(kind)];
-      if (!lane.has(x) || kind !== ROWS.GUARD) lane.set(x, kind);
+
+  at(sheet, theme) {
+    const key = `${this.store.generation}/${this.store.history.numFrames}/${sheet.width}@${sheet.scale}`;
+    if (this.key !== key || this.patterns !== theme.patterns) {
+      Object.assign(this, { key, patterns: theme.patterns });
+      this.paint(sheet, theme);
     }
+    return this.canvas;
+  }
+
+  paint(sheet, theme) {
+    const { history, lastFrame } = this.store, inner = sheet.width - 2 * EDGE;
+    const columnOf = (frame) => EDGE + Math.round((frame * (inner - 1)) / Math.max(1, lastFrame));
+    this.canvas.width = sheet.canvas.width;
+    this.canvas.height = sheet.canvas.height;
+    const ctx = this.canvas.getContext("2d");
+    ctx.setTransform(sheet.scale, 0, 0, sheet.scale, 0, 0);
+    ctx.fillStyle = theme.paper2;
+    ctx.fillRect(EDGE - 4, 0, inner + 8, sheet.height);
+    ctx.fillStyle = mix(theme.ink2, theme.paper2, 0.45);
+    const { processed } = history.frames;
     for (let f = 1; f < history.numFrames; f++) {
-      if (history.frames.processed.at(f) > history.frames.processed.at(f - 1)) this.columns.fence[Math.round(f * scale)] = 1;
+      if (processed.at(f) > processed.at(f - 1)) ctx.fillRect(columnOf(f), sheet.height - 5, 1, 5);
     }
-    return this.columns;
+    this.paintMarks(ctx, theme, columnOf);
+  }
+
+  paintMarks(ctx, theme, columnOf) {
+    const { marks, rows } = this.store.history, taken = new Set();
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
+    ctx.font = `9px ${theme.font}`;
+    for (let i = 0; i < marks.length; i++) {
+      const row = marks.at(i), kind = rows.kind.at(row), lane = LANES.get(kind), x = columnOf(rows.frame.at(row));
+      const place = `${kind}/${x}`;
+      if (taken.has(place)) continue;
+      taken.add(place);
+      ctx.fillStyle = markColour(theme, kind);
+      ctx.fillText(MARK_OF.get(kind).sign, x, 6 + lane * 10);
+    }
   }
 }
 
-function drawStrip(sheet, theme, marks, store) {
+function drawStrip(sheet, theme, picture, store) {
   const ctx = sheet.begin(), { width, height } = sheet;
-  if (width < 10) return;
-  const inner = width - 16, columns = marks.at(inner), left = 8;
-  const x = left + (store.position * (inner - 1)) / Math.max(1, store.lastFrame);
-  ctx.fillStyle = theme.paper2;
-  ctx.fillRect(left - 4, 0, inner + 8, height);
-  ctx.fillStyle = theme.ink2;
-  ctx.globalAlpha = 0.55;
-  for (let i = 0; i < inner; i++) if (columns.fence[i]) ctx.fillRect(left + i, height - 5, 1, 5);
-  ctx.globalAlpha = 1;
-  ctx.textAlign = "center";
-  ctx.textBaseline = "middle";
-  ctx.font = `9px ${theme.font}`;
-  columns.lanes.forEach((lane, number) => {
-    for (const [column, kind] of lane) {
-      ctx.fillStyle = markColour(theme, kind);
-      ctx.fillText(MARK_OF.get(kind).sign, left + column, 6 + number * 10);
-    }
-  });
+  if (width < 40) return;
+  ctx.drawImage(picture.at(sheet, theme), 0, 0, width, height);
+  const xOf = (frame) => EDGE + (frame * (width - 2 * EDGE - 1)) / Math.max(1, store.lastFrame);
   if (store.flag) {
     ctx.fillStyle = theme.alarm;
-    ctx.fillRect(left + (store.flag.frame * (inner - 1)) / Math.max(1, store.lastFrame), 0, 1, height);
+    ctx.fillRect(xOf(store.flag.frame), 0, 1, height);
   }
+  const x = xOf(store.position);
   ctx.fillStyle = theme.accent;
   ctx.fillRect(Math.round(x) - 1, 0, 2, height);
   ctx.beginPath();
@@ -192,8 +191,8 @@ function drawStrip(sheet, theme, marks, store) {
 function followPointer(sheet, store) {
   const seek = (event) => {
     const box = sheet.canvas.getBoundingClientRect();
-    const inner = box.width - 16;
-    store.moveTo(((event.clientX - box.left - 8) / (inner - 1)) * store.lastFrame);
+    const inner = box.width - 2 * EDGE;
+    store.moveTo(((event.clientX - box.left - EDGE) / (inner - 1)) * store.lastFrame);
   };
   sheet.canvas.addEventListener("pointerdown", (event) => {
     sheet.canvas.setPointerCapture(event.pointerId);
@@ -213,8 +212,8 @@ function showLegend(legend, history) {
   const items = LAB.marks.filter(([kind]) => counts.get(kind)).map(([kind, sign, one, many]) =>
     el("span", {}, el("b", { text: sign, "aria-hidden": "true" }), ` ${plural(counts.get(kind), one, many)}`));
   const advances = history.numFrames ? history.frames.processed.at(history.numFrames - 1) : 0;
-  if (advances) items.push(el("span", {}, el("b", { text: "ı", "aria-hidden": "true" }), ` fence advances to ${advances}`));
-  legend.replaceChildren(...items, el("span", { class: "lab-keys", text: "← → moment · Shift step · [ ] marked event · Space plays" }));
+  if (advances) items.push(el("span", {}, el("b", { text: "ı", "aria-hidden": "true" }), ` fence advances to ${counted(advances)}`));
+  legend.replaceChildren(...items, el("span", { class: "lab-keys", title: KEYS, text: "keys ← → [ ] Space" }));
   legend.shownFor = history;
   legend.shownMarks = history.marks.length;
 }

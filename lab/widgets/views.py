@@ -1,8 +1,8 @@
 """The views: thin classes, each with a `.js` and a `.css` file of its own.
 
 Owns: `View` and its kinds. Knows nothing about: how they draw (their JavaScript), what sessions do.
-Invariants: a view is a function of its hub's history and position; it keeps no state in the kernel. Its text form has nothing
-in it that differs from run to run.
+Invariants: a view is a function of its hub's history and position; it keeps no state in the kernel. Its text form has
+nothing in it that differs from run to run.
 """
 
 from __future__ import annotations
