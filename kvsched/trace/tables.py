@@ -192,11 +192,12 @@ def _history_rows(events: Iterable[ev.Event], block: int) -> Iterator[dict[str, 
         if isinstance(event, ev.RunStarted):
             state.block(block)
         request = getattr(event, "request", "")
-        for what, detail in _touches(event, block):
-            if what in ("allocated", "hit"):
-                holders.append(request)
-            elif what == "released":
-                holders.remove(request)
+        touches = dict(_touches(event, block))
+        if touches.keys() & {"allocated", "hit"}:
+            holders.append(request)
+        elif "released" in touches:
+            holders.remove(request)
+        for what, detail in touches.items():
             yield {
                 "event": index,
                 "step": event.step,
