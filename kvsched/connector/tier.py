@@ -165,7 +165,6 @@ class TierConnector:
         request = tracked.request
         num_full = self._num_sound(request, min(num_computed, request.num_tokens) // self.block_size)
         chain = self._keys(request, num_full)
-        self.index.use(chain)
         self.index.pin(chain)  # a block is not worth the loss of the beginning that it builds on
         blocks, keys = [], []
         evicted, self._to_evict = self._to_evict, []
@@ -178,6 +177,7 @@ class TierConnector:
                 blocks.append(request.block_ids[i])
                 keys.append(chain[i])
         self.index.unpin(chain)
+        self.index.use(chain)
         tracked.num_seen = max(tracked.num_seen, num_full)
         if not blocks:
             self._to_evict = evicted
