@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
-from lab.columns import PALETTE, PATTERNS
+from lab.columns import PALETTE, PATTERNS, FrameKind
 from lab.history import History
 from lab.pack import Packer
 from lab.views import BlockLook, RequestRow, block_looks, headline, in_flight, queue_rows
@@ -42,19 +42,27 @@ class Snapshot:
         return {"image/svg+xml": self.svg, "text/plain": self.text}
 
 
-def snapshot(session: HistorySource, step: int | None = None) -> Snapshot:
+def snapshot(
+    session: HistorySource, step: int | None = None, *, moment: Literal["decided", "end"] | None = None
+) -> Snapshot:
     """A still picture of a session at a step (None: where it stands).
 
-    Raises ValueError for a step that it has not come to.
+    moment: "decided" is right after the step's decision, "end" right before the next one; None: where the session
+    stands, if it says so, else the end. Raises ValueError for a step that it has not come to.
     """
     packer = Packer()
     with session.lock:
         packer.feed(session.events)
         number = session.position if step is None else step
+        stands = getattr(session, "moment", "end") if step is None else "end"
     last = packer.frames[-1].step
     if not 0 <= number <= last:
         raise ValueError(f"there is no step {number}; this history has steps 0 to {last}")
-    return Snapshot(History(bytes(packer.data)), packer.frame_of_step(number))
+    frame = packer.frame_of_step(number)
+    if (moment or stands) == "decided":
+        decided = (i for i in range(frame, -1, -1) if packer.frames[i].kind is FrameKind.SCHEDULED)
+        frame = next((i for i in decided if packer.frames[i].step == number), frame)
+    return Snapshot(History(bytes(packer.data)), frame)
 
 
 # ---- as text
@@ -155,7 +163,7 @@ def _short(text: str) -> str:
 def _block_map(history: History, looks: Sequence[BlockLook]) -> str:
     columns, cell = _grid(len(looks))
     gap = 2 if cell >= _LABELS_FROM else 0.5 if cell >= 6 else 0
-    parts = []
+    parts: list[str] = []
     for number, look in enumerate(looks):
         x, y = number % columns * cell, number // columns * cell
         parts += _block(history, look, x, y, cell - gap)
