@@ -141,9 +141,12 @@ def _running(f: _Facts) -> Iterable[Reason]:
     ended_at = f.breaker
     is_past_end = False
     unreached: list[str] = []
-    for r in f.before.queue(Queue.RUNNING):
+    running = {r.id: r for r in f.before.queue(Queue.RUNNING)}
+    for victim in f.preempted:  # in the order in which it happened
+        yield _preempted(f, running[victim])
+    for r in running.values():
         if r.id in f.preempted:
-            yield _preempted(f, r)
+            pass  # told above
         elif r.id == ended_at:
             yield _no_slots(f, r)
             is_past_end = True
