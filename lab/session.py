@@ -83,7 +83,8 @@ class Session(Look):
     ) -> None:
         if isinstance(source, Engine):
             _set_landing(source, landing)
-            run = Run(source, Replay(), remake or forks.make_like(source))
+            run = Run(source, Replay(), remake)
+            run.remake = remake or forks.make_like(source)
         else:
             run = Run(None, Replay.open(source), remake or forks.make_synthetic)
         self._begin(run)
@@ -314,6 +315,10 @@ class Session(Look):
         return self._last_stop
 
     def _run_until(self, search: Search, max_steps: int) -> Stop:
+        if self._moment == "decided":
+            self._place(self._position)
+            if stop := self._stop_at(search):
+                return stop
         for _ in range(max_steps):
             if not self._one_step():
                 return Stop("end", self._position)
@@ -425,13 +430,15 @@ class Session(Look):
         return session
 
     def _change(self, do: str, args: Mapping[str, Any]) -> Self:
-        """Carry out a change at the position. In the past, make another branch first."""
+        """Carry out a change at the position: in the past, on another branch."""
         self._must_have_engine()
         if self.mode == "running":
             self._driver.between(lambda: self._run.do(do, args))
+        elif self._position < self.num_steps:
+            branch = forks.fork(self._run, self._position + 1, forks.Changes.of({}))
+            branch.do(do, args)
+            self._become(branch)
         else:
-            if self._position < self.num_steps:
-                self._become(forks.fork(self._run, self._position + 1, forks.Changes.of({})))
             self._run.do(do, args)
         self._changed()
         return self
