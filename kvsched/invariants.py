@@ -291,6 +291,16 @@ def one_transfer_at_a_time(before: State, e: ev.LoadStarted) -> Findings:
             yield Finding(text, hit, (other.request, e.request))
 
 
+def no_save_under_a_load(before: State, e: ev.SaveStarted) -> Findings:
+    """A block is not saved while it is being filled (the load may wait for this save)."""
+    wanted = set(e.block_ids)
+    for load in before.loads.values():
+        hit = tuple(block for block in load.block_ids if block in wanted)
+        if hit and load.after_step < e.step:
+            text = f"{_name(hit)} saved for {e.request} during the load of {load.request} (step {load.step})"
+            yield Finding(text, hit, (load.request, e.request))
+
+
 def loads_fill_own_blocks(before: State, e: ev.LoadStarted) -> Findings:
     """A load fills blocks of its request's table."""
     others = tuple(sorted(set(e.block_ids) - set(before.request(e.request).block_ids)))
@@ -552,6 +562,7 @@ EVENT_INVARIANTS: dict[type[Any], tuple[Callable[..., Findings], ...]] = {
         one_transfer_at_a_time,
         loads_fill_own_blocks,
     ),
+    ev.SaveStarted: (no_save_under_a_load,),
     ev.StepScheduled: (
         the_budget_is_kept,
         tokens_are_computed_once_and_in_order,

@@ -66,8 +66,7 @@ def test_random_runs_see_everything():
     kinds: set[str] = set()
     for seed in range(60):
         kinds |= {event.kind for event in recorded(seed)}
-    # A bare scheduler with a scripted connector saves nothing and knows no fault plan.
-    assert set(ev.EVENT_TYPES) - kinds <= {"save_started", "fault_injected"}
+    assert set(ev.EVENT_TYPES) - kinds <= {"fault_injected"}  # a bare scheduler knows no fault plan
 
 
 def test_every_kind_of_event_is_folded():

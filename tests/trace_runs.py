@@ -13,6 +13,7 @@ from typing import Any
 
 from kvsched.config import SchedulerConfig
 from kvsched.connector.scripted import KvRule, ScriptedConnector
+from kvsched.connector.tier import TierConnector
 from kvsched.request import Request, SamplingParams
 from kvsched.sched.scheduler import Scheduler
 from kvsched.step import Load, ScheduledStep, StepResult, Transfers
@@ -66,10 +67,7 @@ class RandomRun:
         self.draw = random.Random(seed)
         self.config = SchedulerConfig(num_blocks=8).with_changes(**random_settings(self.draw) | settings)
         self.rules: dict[str, KvRule] = {}
-        # Without chunked prefill a pass can end at a request whose load has landed, and no event says that it was
-        # promoted: its status would differ until the next pass.
-        connects = self.draw.random() < 0.6 and self.config.enable_chunked_prefill
-        self.connector = ScriptedConnector({}, self.config.block_size) if connects else None
+        self.connector = self._connector()
         self.events: list[Event] = []
         faulty = self.draw.random() < 0.5
         self.scheduler = Scheduler(
@@ -85,7 +83,20 @@ class RandomRun:
         self.in_flight: deque[ScheduledStep] = deque()
         self.empty: ScheduledStep | None = None
         self.in_air: dict[str, Load] = {}
-        self.num_loads_seen = 0
+        self.saved: set[str] = set()
+
+    def _connector(self) -> ScriptedConnector | TierConnector | None:
+        """None, a scripted one, or a store of a few blocks.
+
+        Without chunked prefill a pass can end at a request whose load has landed, and no event says that it was
+        promoted: its status would differ until the next pass.
+        """
+        chance = self.draw.random()
+        if chance < 0.4 or not self.config.enable_chunked_prefill:
+            return None
+        if chance < 0.75:
+            return ScriptedConnector({}, self.config.block_size)
+        return TierConnector(self.config.block_size, 1, self.draw.randrange(2, 30), asynchronous=chance < 0.9)
 
     def _clock(self) -> float:
         return self.time
@@ -109,7 +120,7 @@ class RandomRun:
             most = min(config.max_model_len, config.num_usable_slots)
         name = f"r{self.num_added}"
         self.num_added += 1
-        if self.connector is not None:
+        if isinstance(self.connector, ScriptedConnector):
             self.connector.rules[name] = KvRule(
                 draw.choice((0, 2, 4, 8)),
                 draw.random() < 0.7,
@@ -132,10 +143,8 @@ class RandomRun:
             self.empty = step
         else:
             self.in_flight.append(step)
-        if self.connector is not None:
-            new = self.connector.loads[self.num_loads_seen :]
-            self.num_loads_seen += len(new)
-            self.in_air.update((load.request_id, load) for load in new if load.asynchronous)
+        self.in_air.update((load.request_id, load) for load in step.loads if load.asynchronous)
+        self.saved.update(save.request_id for save in step.saves if save.final)
         return True
 
     def deliver(self) -> bool:
@@ -157,7 +166,9 @@ class RandomRun:
         for load in ended:
             if self.draw.random() < 0.25:
                 bad.update(load.block_ids[self.draw.randrange(len(load.block_ids)) :])
-        sent = [name for name in self.scheduler.kept_for_save if self.draw.random() < 0.4]
+        saves_are_told = isinstance(self.connector, TierConnector)
+        sendable = [n for n in self.scheduler.kept_for_save if n in self.saved or not saves_are_told]
+        sent = [name for name in sendable if self.draw.random() < 0.4]
         return Transfers(tuple(landed), tuple(sent), frozenset(bad))
 
     def abort(self) -> bool:

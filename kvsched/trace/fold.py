@@ -302,7 +302,7 @@ def _blocks_kept(state: State, e: ev.BlocksKept) -> None:
 
 
 def _load_started(state: State, e: ev.LoadStarted) -> None:
-    state.loads[e.request] = Transfer(e.request, e.block_ids, e.step, e.asynchronous)
+    state.loads[e.request] = Transfer(e.request, e.block_ids, e.step, e.asynchronous, e.after_step)
 
 
 def _load_landed(state: State, e: ev.LoadLanded) -> None:

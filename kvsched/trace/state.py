@@ -185,12 +185,14 @@ class Deferred(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A load or a save under way. step: the `schedule()` call that it goes with."""
+    """A load or a save under way. step: the `schedule()` call that it goes with; after_step: a load starts when the
+    saves up to that step have been copied out."""
 
     request: str
     block_ids: tuple[int, ...]
     step: int
     asynchronous: bool
+    after_step: int = 0
 
 
 class BlockView(NamedTuple):
