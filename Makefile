@@ -11,7 +11,7 @@ lab: $(READY)
 	$(BIN)/kvsched-lab
 
 test: lint
-	$(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout=300 $(wildcard notebooks) tests
+	$(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout=300 notebooks tests
 
 lint: $(READY)
 	$(BIN)/ruff check .

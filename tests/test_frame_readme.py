@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lab.launch import FIRST
 from tests.house import ROOT, modules
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -80,6 +81,7 @@ def test_the_example_prints_what_the_readme_says():
         assert done.stdout == said
 
 
-def test_the_first_notebook_is_there_once_there_are_notebooks():
+def test_every_notebook_is_in_the_readme_and_the_first_one_is_the_first():
     notebooks = sorted(path.name for path in Path(ROOT / "notebooks").glob("*.ipynb"))
-    assert not notebooks or notebooks[0] == "00-start-here.ipynb"
+    assert notebooks[:1] == [FIRST]
+    assert [name for name in notebooks if f"(notebooks/{name})" not in README] == []
