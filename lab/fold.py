@@ -12,7 +12,8 @@ every schedule() call, after every processed output (with the requests that end 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvsched.trace import events as ev
 from kvsched.trace.fold import apply
-from kvsched.trace.state import RequestState, State
+from kvsched.trace.state import State
 from lab.columns import BLOCK_COLUMNS, REQUEST_COLUMNS, BlockFlag, FrameKind, Row
 from lab.rows import FrameRow, RowMaker
 
@@ -29,22 +30,21 @@ Cells = NDArray[np.int32]
 Run = tuple[int, int]
 """First block and number of blocks."""
 
-_STEPS, _GIVEN, _TICKET = map(REQUEST_COLUMNS.index, ("steps", "given", "ticket"))
-_READ_OFF: list[tuple[int, Callable[[RequestState], int]]] = [
-    (REQUEST_COLUMNS.index("status"), lambda r: r.status + 1),
-    *(
-        (REQUEST_COLUMNS.index(column), attrgetter(name))
-        for column, name in (
-            ("queue", "queue"),
-            ("computed", "num_computed_tokens"),
-            ("known", "num_tokens"),
-            ("blocks", "num_blocks"),
-            ("in_flight", "num_in_flight_tokens"),
-            ("stale", "num_stale_output_tokens"),
-            ("preemptions", "num_preemptions"),
-        )
-    ),
-]
+_STATUS, _STEPS, _GIVEN, _TICKET = map(REQUEST_COLUMNS.index, ("status", "steps", "given", "ticket"))
+_ATTRIBUTES = {
+    "status": "status",
+    "queue": "queue",
+    "computed": "num_computed_tokens",
+    "known": "num_tokens",
+    "blocks": "num_blocks",
+    "in_flight": "num_in_flight_tokens",
+    "stale": "num_stale_output_tokens",
+    "preemptions": "num_preemptions",
+}
+"""Columns that are read off a request as they stand (`status` then goes up by one)."""
+_READ_OFF = np.array([REQUEST_COLUMNS.index(column) for column in _ATTRIBUTES])
+_read_off = attrgetter(*_ATTRIBUTES.values())
+_NOBODY = np.zeros(0, np.intp)
 _CACHED, _FENCED = int(BlockFlag.CACHED), int(BlockFlag.FENCED)
 
 
@@ -89,7 +89,8 @@ class Fold:
         self._kept: set[int] = set()
         self._touched_blocks: set[int] = set()
         self._touched_requests: set[int] = set()
-        self._newest: list[int] = []
+        self._newest = _NOBODY
+        self._scheduled: dict[int, NDArray[np.intp]] = {}
         self._frame_rows: list[FrameRow] = []
         self._written: tuple[Written, ...] = ()
 
@@ -105,16 +106,18 @@ class Fold:
     def apply(self, event: ev.Event) -> None:
         """Take one event."""
         apply(self.state, event)
+        self._make_room()
         row = self.rows.row_of(event)
         if row is not None:
             self._frame_rows.append(row)
-        self._touch(event)
         if isinstance(event, ev.StepScheduled):
             self._step_scheduled(event)
             self.kind = FrameKind.SCHEDULED
         elif isinstance(event, ev.StepDelivered):
+            self._step_delivered(event)
             self.kind = FrameKind.DELIVERED
         else:
+            self._touch(event)
             self._move_blocks(event)
 
     def cut(self) -> Frame:
@@ -131,6 +134,10 @@ class Fold:
         self._touched_requests.clear()
         return frame
 
+    def _make_room(self) -> None:
+        if len(self.state.requests) > self.requests.shape[1]:
+            self.requests = np.concatenate((self.requests, np.zeros_like(self.requests)), axis=1)
+
     def _ref(self, request: str) -> int:
         number = self.state.find(request)
         return 0 if number is None else number + 1
@@ -138,25 +145,30 @@ class Fold:
     # ---- what an event touches
 
     def _touch(self, event: ev.Event) -> None:
-        find, size = self.state.names.find, len(self.state.requests)
-        names: Iterable[str] = getattr(event, "request_ids", None) or (getattr(event, "request", ""),)
-        for name in names:
-            number = find(name, size)
-            if number is not None:
-                self._touched_requests.add(number)
+        request = getattr(event, "request", "")
+        number = self.state.find(request) if request else None
+        if number is not None:
+            self._touched_requests.add(number)
 
     def _step_scheduled(self, event: ev.StepScheduled) -> None:
-        self._touched_requests.update(self._newest)
         self.requests[_GIVEN, self._newest] = 0
-        self._newest = []
+        self._touched_requests.update(self._newest.tolist())
+        self._newest = _NOBODY
         if not event.request_ids:
             return
         flight = self.state.flights[-1]
-        self._newest = list(flight.numbers)
+        self._newest = self._scheduled[event.step] = np.array(flight.numbers)
+        self._touched_requests.update(flight.numbers)
         self.requests[_GIVEN, self._newest] = event.num_tokens
+        self.requests[_STEPS, self._newest] += 1
         blocks = (ids for _, ids in flight.writes(self.state.block_size))
         rows = zip(flight.numbers, event.num_tokens, blocks, strict=True)
         self._written = tuple(Written(number, num, as_runs(ids)) for number, num, ids in rows)
+
+    def _step_delivered(self, event: ev.StepDelivered) -> None:
+        numbers = self._scheduled.pop(event.delivered, _NOBODY)
+        self.requests[_STEPS, numbers] -= 1
+        self._touched_requests.update(numbers.tolist())
 
     def _move_blocks(self, event: ev.Event) -> None:
         match event:
@@ -201,17 +213,13 @@ class Fold:
     # ---- reading the columns off the state
 
     def _read_requests(self, numbers: list[int]) -> None:
-        while len(self.state.requests) > self.requests.shape[1]:
-            self.requests = np.concatenate((self.requests, np.zeros_like(self.requests)), axis=1)
-        self.requests[_STEPS] = 0
-        for flight in self.state.flights:
-            self.requests[_STEPS, flight.numbers] += 1
         requests = [self.state.requests[number] for number in numbers]
-        for column, read in _READ_OFF:
-            self.requests[column, numbers] = [read(r) for r in requests]
+        cells = np.fromiter(chain.from_iterable(map(_read_off, requests)), np.int32, len(numbers) * len(_READ_OFF))
+        at = np.array(numbers, np.intp)
+        self.requests[_READ_OFF[:, None], at] = cells.reshape(len(numbers), len(_READ_OFF)).T
+        self.requests[_STATUS, at] += 1
         first = self.first_ticket
-        tickets = [r.ticket - first if isinstance(r.ticket, int) else 0 for r in requests]
-        self.requests[_TICKET, numbers] = tickets
+        self.requests[_TICKET, at] = [r.ticket - first if isinstance(r.ticket, int) else 0 for r in requests]
 
     def _note_transfers(self) -> None:
         """Blocks whose load or save began or ended since the last cut."""

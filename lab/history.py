@@ -44,12 +44,14 @@ class RowRead(NamedTuple):
 
 
 class FrameRead(NamedTuple):
-    """One frame. At its end: at: events applied; processed, newest: the fence's sequence numbers; free: free blocks.
+    """One frame. At its end: at: events applied; fenced: whether the fence is on; processed, newest: its numbers; free:
+    free blocks.
     changes: where its changes start in the bytes."""
 
     step: int
     kind: FrameKind
     at: int
+    fenced: bool
     processed: int
     newest: int
     free: int
@@ -201,10 +203,10 @@ class History:
 
     def _take_frame(self, reader: _Reader) -> None:
         step, kind, num_events = reader.number(), FrameKind(reader.number()), reader.number()
-        processed, newest, free = reader.number(), reader.number(), reader.number()
+        fenced, processed, newest, free = (reader.number() for _ in range(4))
         rows = tuple(self._take_row(reader) for _ in range(reader.number()))
         at = num_events + (self.frames[-1].at if self.frames else 0)
-        self.frames.append(FrameRead(step, kind, at, processed, newest, free, rows, reader.at))
+        self.frames.append(FrameRead(step, kind, at, bool(fenced), processed, newest, free, rows, reader.at))
 
     def _take_row(self, reader: _Reader) -> RowRead:
         kind = Row(reader.number())

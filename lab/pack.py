@@ -12,10 +12,10 @@ Layout, version 1. Little-endian. `v` is an unsigned LEB128 number, `z` a zigzag
     HEAD      JSON {"config", "source", "meta"}: the run's head; the first chunk, once
     REQUESTS  JSON [[id, num_prompt_tokens, max_tokens, priority, arrival_time], …]: appended to the table of requests
     WORDS     JSON [word, …]: appended to the table of words
-    FRAME     v step  v kind  v events  v processed  v newest  v free  v num_rows  row*  changes
+    FRAME     v step  v kind  v events  v fenced  v processed  v newest  v free  v num_rows  row*  changes
     KEYFRAME  changes from all zeros to the state after the frame before it
 
-              events in this frame; the fence's two sequence numbers and the free blocks at its end
+              events in this frame; at its end: whether the fence is on (1), its two numbers, free blocks
     row       u8 kind  v field…            as many as ROW_FIELDS[kind] names
               SCHEDULED then has  v num_requests, and for each  z request (index, less the one before)
               v num_tokens * 2 + 1                              it writes the last block it wrote before, and no other
@@ -134,7 +134,7 @@ class Packer:
             self._num_words = len(words)
         state, num_before = fold.state, self.frames[-1].at if self.frames else 0
         numbers = [frame.step, frame.kind, frame.at - num_before]
-        numbers += state.processed_step_seq, state.sched_step_seq, state.num_free
+        numbers += int(state.fence_on), state.processed_step_seq, state.sched_step_seq, state.num_free
         _add_rows(numbers, frame, self._last_written)
         self._differ.add_changes(numbers, (fold.blocks, frame.blocks), (fold.requests, frame.requests))
         payload = varints(numbers)

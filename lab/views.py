@@ -67,7 +67,7 @@ def headline(history: History, frame: int) -> str:
 def fence_words(history: History, frame: int) -> str:
     """ "fence at 5, newest 7", or what is in flight while the fence is off."""
     read = history.frames[frame]
-    if read.newest:
+    if read.fenced:
         return f"fence at {read.processed:,}, newest {read.newest:,}"
     steps = in_flight(history, frame)
     if not steps:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import anywidget
 import traitlets
 
 from lab.widgets.base import HistorySource, script, styles
-from lab.widgets.cells import adopt
 from lab.widgets.hub import Hub
-from lab.widgets.views import BlockMap, FenceTimeline, Queues, Transport, View, reference
+from lab.widgets.views import BlockMap, FenceTimeline, Queues, Transport, View
+from lab.widgets.widget import LabWidget
 
 SIDES = ("left", "right")
 
 
-class Compare(anywidget.AnyWidget):
+class Compare(LabWidget):
     """The views of two sessions in lock step.
 
     left, right: the sessions. names: what to call them.
@@ -40,12 +39,11 @@ class Compare(anywidget.AnyWidget):
             self.views[f"{side}-queues"] = Queues(hub)
             self.views[f"{side}-timeline"] = FenceTimeline(hub)
         super().__init__(
-            hubs=[reference(hub) for hub in self.of],
+            hubs=[hub.reference for hub in self.of],
             names=list(names),
             leader=leader,
-            parts={area: reference(view) for area, view in self.views.items()},
+            parts={area: view.reference for area, view in self.views.items()},
         )
-        adopt(self)
 
     def __repr__(self) -> str:
         sides = zip(self.names, self.of, strict=True)

@@ -88,7 +88,7 @@ class History {
     this.requests = [];
     this.words = [];
     this.frames = Object.fromEntries(
-      ["step", "kind", "at", "processed", "newest", "free", "changes", "row"].map((name) => [name, new Numbers()])
+      ["step", "kind", "at", "fenced", "processed", "newest", "free", "changes", "row"].map((name) => [name, new Numbers()])
     );
     this.rows = { kind: new Numbers(), frame: new Numbers(), fields: new Numbers(), values: new Numbers() };
     this.steps = Object.fromEntries(
@@ -161,6 +161,7 @@ class History {
     frames.step.push(reader.number());
     frames.kind.push(reader.number());
     frames.at.push(reader.number() + (index ? frames.at.at(index - 1) : 0));
+    frames.fenced.push(reader.number());
     frames.processed.push(reader.number());
     frames.newest.push(reader.number());
     frames.free.push(reader.number());

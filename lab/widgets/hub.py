@@ -16,20 +16,19 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import anywidget
 import traitlets
 
 from lab.pack import Packer
 from lab.widgets.base import HistorySource, script, styles
-from lab.widgets.cells import adopt
 from lab.widgets.commands import Commands
 from lab.widgets.throttle import Throttle
 from lab.widgets.tokens import TokenTails
+from lab.widgets.widget import LabWidget
 
 MESSAGES_PER_SECOND = 20
 
 
-class Hub(anywidget.AnyWidget):
+class Hub(LabWidget):
     """Shows nothing itself; every view of a history refers to one.
 
     source: the session. Raises TraceError for events that cannot be folded.
@@ -42,24 +41,17 @@ class Hub(anywidget.AnyWidget):
 
     def __init__(self, source: HistorySource) -> None:
         self.source: HistorySource | None = source
-        self.packer = Packer()
-        self.tails = TokenTails()
-        self.generation = source.generation
         self.frame = 0
         self.request = ""
         self.block = -1
         self._commands = Commands(self)
         self._busy_command = ""
         self._last_status: dict[str, Any] = {}
-        with source.lock:
-            self._take_events(source)
-        self.frame = self._frame_of(source.position)
-        self._last_status = self.status()
+        self._begin(source)
         self._throttle = Throttle(1 / MESSAGES_PER_SECOND, _weakly(self, Hub.push))
         self._unsubscribe = source.on_change(_weakly(self, Hub._changed))
         super().__init__()
         self.on_msg(_weakly(self, Hub._receive))
-        adopt(self)
 
     def __repr__(self) -> str:
         return f"Hub({self.summary()})"
@@ -113,7 +105,8 @@ class Hub(anywidget.AnyWidget):
             return
         with source.lock:
             if source.generation != self.generation:
-                self._send_all(source)
+                self._begin(source)
+                self.resend()
                 return
             offset = len(self.packer.data)
             piece = self._take_events(source)
@@ -134,14 +127,16 @@ class Hub(anywidget.AnyWidget):
         self.tails.note(new)
         return self.packer.feed(new)
 
-    def _send_all(self, source: HistorySource) -> None:
-        self.packer = Packer()
-        self.tails = TokenTails()
-        self.generation = source.generation
-        self._take_events(source)
-        self.frame = self._frame_of(source.position)
-        self._last_status = self.status()
-        self.resend()
+    def _begin(self, source: HistorySource) -> None:
+        """Take the whole history of the source's present generation."""
+        with source.lock:
+            self.packer = Packer()
+            self.tails = TokenTails()
+            self.generation = source.generation
+            self._take_events(source)
+            self.frame = self._frame_of(source.position)
+            self._last_status = self.status()
+            self.tails.take(source.decode)
 
     def resend(self) -> None:
         """Send the whole history and where one looks in it."""

@@ -300,7 +300,7 @@ function countWords(state, { history, position }) {
 
 function fenceWords(history, frame) {
   const processed = history.frames.processed.at(frame), newest = history.frames.newest.at(frame);
-  if (newest) return `fence at ${counted(processed)}, newest ${counted(newest)}`;
+  if (history.frames.fenced.at(frame)) return `fence at ${counted(processed)}, newest ${counted(newest)}`;
   const steps = history.inFlight(frame).map((index) => history.steps.number.at(index));
   return steps.length ? `fence off, ${steps.length === 1 ? "step" : "steps"} ${steps.join(", ")} in flight` : "fence off";
 }

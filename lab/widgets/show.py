@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, overload, runtime_checkable
 
-import anywidget
 import traitlets
 
 from lab.widgets.base import HistorySource, script, styles
-from lab.widgets.cells import adopt
 from lab.widgets.compare import Compare
 from lab.widgets.hub import Hub
 from lab.widgets.views import (
@@ -25,8 +23,8 @@ from lab.widgets.views import (
     Transport,
     View,
     WhyPanel,
-    reference,
 )
+from lab.widgets.widget import LabWidget
 
 PARTS: dict[str, type[View]] = {
     "transport": Transport,
@@ -39,7 +37,7 @@ PARTS: dict[str, type[View]] = {
 """The views of a session, by the area of the grid they stand in."""
 
 
-class Show(anywidget.AnyWidget):
+class Show(LabWidget):
     """All views of a session in one screen.
 
     source: the session. live: with the view of a run that goes on by itself.
@@ -54,10 +52,9 @@ class Show(anywidget.AnyWidget):
         self.of = Hub(source)
         kinds = PARTS | ({"live": Live} if live else {})
         self.views: Mapping[str, View] = {area: kind(self.of) for area, kind in kinds.items()}
-        references: dict[str, Any] = {area: reference(view) for area, view in self.views.items()}
+        references: dict[str, Any] = {area: view.reference for area, view in self.views.items()}
         name = "live" if live else "debugger"
-        super().__init__(hub=reference(self.of), parts=references, layout_name=name)
-        adopt(self)
+        super().__init__(hub=self.of.reference, parts=references, layout_name=name)
 
     def __repr__(self) -> str:
         return f"lab.show({self.of.summary()})"

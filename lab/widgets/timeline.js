@@ -205,7 +205,7 @@ function paintTracks(ctx, line) {
   ctx.textBaseline = "middle";
   ctx.textAlign = "right";
   ctx.fillStyle = theme.ink2;
-  const off = !store.history.frames.newest.at(store.history.numFrames - 1);
+  const off = !store.history.frames.fenced.at(store.lastFrame);
   const names = [["events", tracks.marks, tracks.steps], ["steps in flight", tracks.steps, tracks.fence],
     [off ? "fence (off)" : "fence", tracks.fence, tracks.waits], ["deferred frees", tracks.waits, tracks.bottom]];
   names.forEach(([name, top, bottom], i) => {
@@ -260,7 +260,7 @@ function stepHas(history, step, wanted) {
 
 /** Stretches between two advances, each with the number the fence stands at. */
 function paintFence(ctx, line) {
-  const { theme, tracks, derived, store } = line, { processed, newest } = store.history.frames;
+  const { theme, tracks, derived, store } = line, { processed, fenced } = store.history.frames;
   ctx.font = `10px ${theme.font}`;
   ctx.textAlign = "left";
   const start = Math.max(0, Math.floor(line.from)), end = Math.min(derived.numFrames, Math.ceil(line.to));
@@ -268,7 +268,7 @@ function paintFence(ctx, line) {
     let next = f + 1;
     while (next < end && processed.at(next) === processed.at(f)) next++;
     const x = line.x(f), width = line.x(next) - x;
-    if (newest.at(next - 1)) {
+    if (fenced.at(next - 1)) {
       ctx.fillStyle = mix(theme.accent, theme.paper, 0.8);
       ctx.fillRect(x, tracks.fence, width - 1, FENCE_TRACK - 4);
       ctx.fillStyle = theme.accent;
@@ -543,7 +543,7 @@ function momentWords({ store, derived }) {
   const { history, position } = store;
   const inFlight = history.inFlight(position).map((i) => history.steps.number.at(i));
   const parts = [inFlight.length ? `in flight: ${inFlight.join(", ")}` : "nothing in flight"];
-  if (history.frames.newest.at(position)) parts.push(`fence at ${history.frames.processed.at(position)}`);
+  if (history.frames.fenced.at(position)) parts.push(`fence at ${history.frames.processed.at(position)}`);
   if (derived.waiting[position]) parts.push(`${plural(derived.waiting[position], "block")} wait behind it`);
   return parts.join(" · ");
 }

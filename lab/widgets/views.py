@@ -9,20 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import anywidget
 import traitlets
 
 from lab.widgets.base import HistorySource, script, styles
-from lab.widgets.cells import adopt
 from lab.widgets.hub import Hub
+from lab.widgets.widget import LabWidget
 
 
-def reference(widget: anywidget.AnyWidget) -> str:
-    """How a widget is named in another one's state."""
-    return f"anywidget:{widget.model_id}"
-
-
-class View(anywidget.AnyWidget):
+class View(LabWidget):
     """One view of a history.
 
     of: a session, or the hub of one that another view shows too: views with the same hub move together.
@@ -33,8 +27,7 @@ class View(anywidget.AnyWidget):
     def __init__(self, of: HistorySource | Hub, **traits: Any) -> None:
         self._own_hub = None if isinstance(of, Hub) else Hub(of)
         self.of: Hub = of if isinstance(of, Hub) else self._own_hub  # type: ignore[assignment]
-        super().__init__(hub=reference(self.of), **traits)
-        adopt(self)
+        super().__init__(hub=self.of.reference, **traits)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.of.summary()})"
