@@ -42,6 +42,14 @@ def test_unknown_names_say_what_there_is(tmp_path):
         load_model(str(tmp_path))
 
 
+def test_a_model_without_a_longest_sequence_is_refused_by_name(tmp_path):
+    config = torch_load.transformers.AutoConfig.for_model("bloom", hidden_size=32, n_layer=1, n_head=2, vocab_size=64)
+    torch_load._auto_model.from_config(config).save_pretrained(tmp_path)
+    loaded(DEFAULT_MODEL).tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelUnavailable, match=rf"^{tmp_path} \(bloom\) cannot be served: .* ALiBi"):
+        load_model(str(tmp_path))
+
+
 def test_a_folder_is_loaded_with_its_tokenizer(tmp_path):
     loaded("random:qwen3-tiny").model.save_pretrained(tmp_path)
     loaded(DEFAULT_MODEL).tokenizer.save_pretrained(tmp_path)

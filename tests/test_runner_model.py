@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -136,6 +138,14 @@ def test_a_model_that_passes_another_attention_on_is_refused_by_the_trial(option
     monkeypatch.setattr("kvsched.runner.torch_model.IMPLEMENTATION", "kvsched_test")
     with pytest.raises(ModelUnavailable, match=rf"mine \(llama\) .*{reason}"):
         PagedModel(loaded("random:llama-tiny").model, "mine", CPU)
+
+
+def test_a_model_whose_cache_is_not_what_it_says_is_refused_by_the_trial():
+    config = copy.deepcopy(loaded("random:llama-tiny").config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.config.num_key_value_heads = 4
+    with pytest.raises(ModelUnavailable, match=r"keys and values \(\[2, 16\], \[2, 16\]\) do not have the \[4, 16\]"):
+        PagedModel(model, "mine", CPU)
 
 
 def test_a_model_whose_logits_come_out_different_is_refused(monkeypatch):

@@ -48,6 +48,8 @@ def test_submit_returns_before_the_result_and_a_gate_holds_all_later_steps():
         gate = Gate("the test says so")
         first = host.submit({"a": 6}, gate)
         second, third = host.submit({"a": 1}), host.submit({"a": 1})
+        with pytest.raises(TimeoutError):
+            first.result(0.5)
         assert [f.done() for f in (first, second, third)] == [False] * 3
         gate.open()
         results = [f.result(60) for f in (first, second, third)]
@@ -264,6 +266,8 @@ def test_settings_that_contradict_each_other_are_refused():
         create_runner(model, num_blocks=1, device="cpu")
     with pytest.raises(ValueError, match="block_size is 0"):
         create_runner(model, num_blocks=8, block_size=0, device="cpu")
+    with pytest.raises(ValueError, match="pad_to is 0"):
+        create_runner(model, num_blocks=8, pad_to=0, device="cpu")
     with pytest.raises(ValueError, match="device is 'tpu'; choose"):
         create_runner(model, num_blocks=8, device="tpu")
 

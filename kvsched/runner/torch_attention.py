@@ -11,7 +11,7 @@ function that has no mask function registered.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,12 +22,10 @@ from transformers import AttentionInterface
 
 from kvsched.runner.torch_cache import PagedCache
 from kvsched.runner.torch_plan import AttentionPlan, Chunk, DecodeGroup, Ints
+from kvsched.runner.torch_streams import Put
 
 IMPLEMENTATION = "kvsched_paged"
 """Name of this attention function among transformers' attention implementations."""
-
-Put = Callable[[Ints], Tensor]
-"""Brings an array of the host to the device, in the order of the compute stream."""
 
 
 class _Decode(NamedTuple):
@@ -213,8 +211,16 @@ def paged_attention(
     if attention is None:
         raise RuntimeError("a model with paged attention runs inside `attending(...)` only; use a runner")
     _refuse_other_attention(attention_mask, dropout, kwargs)
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer: Any = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise AttentionRefused("its attention layers do not know their number (layer_idx)")
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    shape = attention.cache.shape
+    if not key.shape[1:] == value.shape[1:] == (shape.num_kv_heads, shape.head_dim):
+        raise AttentionRefused(
+            f"a layer's keys and values ({list(key.shape[1:])}, {list(value.shape[1:])}) do not have the"
+            f" {[shape.num_kv_heads, shape.head_dim]} that its configuration states"
+        )
     return attention.run(layer, query, key, value, scaling).unsqueeze(0), None
 
 

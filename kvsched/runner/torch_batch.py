@@ -64,6 +64,8 @@ class RequestTable:
     def __init__(
         self, block_size: int, max_model_len: int, vocab_size: int, *, pad_to: int = 1, max_group_blocks: int = 4096
     ) -> None:
+        if pad_to < 1:
+            raise ValueError(f"pad_to is {pad_to}; it must be at least 1 (no padding)")
         self.block_size = block_size
         self.num_columns = max_model_len + 1
         self._vocab_size = vocab_size

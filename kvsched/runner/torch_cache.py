@@ -120,7 +120,13 @@ class PagedCache:
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         self.kv.index_copy_(0, ids, data.to(self.device, non_blocking=True))
 
+    @torch.inference_mode()
     def poison(self) -> None:
-        """Fill everything with NaN: whoever reads a slot that was never written will be seen (for tests)."""
+        """Fill everything with NaN: whoever reads a slot that was never written will be seen (for tests).
+
+        Waits until it is done, on whatever stream steps are computed.
+        """
         self.kv.fill_(float("nan"))
         self._scratch.fill_(float("nan"))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -46,8 +46,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return operators and mkldnn.is_available() and device.type == "cpu" and dtype == torch.float32
 
 
-def pack_linears(model: nn.Module) -> int:
-    """Replace every plain `nn.Linear` of a model by a packed one; returns how many."""
+def pack_linears(model: nn.Module) -> None:
+    """Replace every plain `nn.Linear` of a model by a packed one."""
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -56,4 +56,3 @@ def pack_linears(model: nn.Module) -> int:
     ]
     for parent, name, child in found:
         setattr(parent, name, PackedLinear(child))
-    return len(found)

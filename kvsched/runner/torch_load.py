@@ -25,7 +25,6 @@ import torch
 import transformers
 from filelock import FileLock
 from platformdirs import user_cache_dir
-from transformers.utils import logging as transformers_logging
 
 from kvsched.runner.models import DEFAULT_MODEL, RANDOM_PREFIX, ModelUnavailable, random_config
 from kvsched.runner.torch_linear import PackedLinear
@@ -99,7 +98,13 @@ def _describe(name: str, model: Any, tokenizer: Any | None) -> LoadedModel:
     config = model.config
     eos = model.generation_config.eos_token_id if model.can_generate() else config.eos_token_id
     eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return LoadedModel(name, model.eval(), tokenizer, config, eos_token_ids, config.max_position_embeddings)
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ModelUnavailable(
+            f"{name} ({config.model_type}) cannot be served: its configuration states no max_position_embeddings, as"
+            " those of recurrent models and of models with ALiBi do not"
+        )
+    return LoadedModel(name, model.eval(), tokenizer, config, eos_token_ids, longest)
 
 
 def _random_model(name: str, seed: int) -> Any:
@@ -113,13 +118,14 @@ def _random_model(name: str, seed: int) -> Any:
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Loading takes a second or two, and its bars would fill notebooks and test logs."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    bars: Any = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()
+            bars.enable_progress_bar()
 
 
 def _from_pretrained(name: str, source: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:

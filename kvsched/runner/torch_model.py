@@ -3,8 +3,8 @@
 Owns: `PagedModel`: the private copy of a model's module tree, its forward pass over a flat step, and the proof that
 paged attention is what the model wants.
 Knows nothing about: requests, threads, sampling.
-Invariants: the model it was made from is moved to the device and otherwise left as it was (the copy shares its
-tensors, and has a configuration and layers of its own). A model that would be wrong
+Invariants: the model it was made from is left as it was, on its own device; the copy shares those of its tensors that
+are on the right device already, and has a configuration and layers of its own. A model that would be wrong
 under paged attention is refused by name when it is made, never run: first by its configuration, then by a short
 trial, which must call paged attention once in every layer and give the logits of the model's own attention.
 """
@@ -46,11 +46,12 @@ class PagedModel:
         if "position_ids" not in parameters:
             raise _refusal(name, model.config.model_type, "it takes no position ids")
         self._takes_rows = "logits_to_keep" in parameters
-        own_logits = _own_logits(model, device)
-        self._model = _shared_copy(model)
+        self._model = _copy_on(device, model).eval()
+        own_logits = _own_logits(self._model, device)
         self.config = self._model.config
         self.dtype: torch.dtype = model.dtype
-        self.num_packed = pack_linears(self._model) if pack and can_pack(device, self.dtype) else 0
+        if pack and can_pack(device, self.dtype):
+            pack_linears(self._model)
         self._model.set_attn_implementation(IMPLEMENTATION)
         self._try_out(own_logits)
 
@@ -130,10 +131,14 @@ def refuse_by_config(config: Any, name: str) -> None:
         raise _refusal(name, kind, f"it caps attention scores at {config.attn_logit_softcapping}")
 
 
-def _shared_copy(model: nn.Module) -> Any:
-    """A copy of the module tree and the configuration that shares parameters and buffers with the original."""
-    shared = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
-    return copy.deepcopy(model, memo=shared)
+def _copy_on(device: torch.device, model: nn.Module) -> Any:
+    """A copy of the module tree and the configuration; tensors are shared, or copied if on another device."""
+    tensors: dict[int, Tensor] = {id(t): t.to(device) for t in model.buffers()}
+    for parameter in model.parameters():
+        on_device = parameter.device == device
+        moved = parameter if on_device else nn.Parameter(parameter.detach().to(device), requires_grad=False)
+        tensors[id(parameter)] = moved
+    return copy.deepcopy(model, memo=tensors)
 
 
 def _trial_tokens(config: Any, device: torch.device) -> Tensor:
@@ -150,8 +155,7 @@ def _trial_attention(start: int, end: int, cache: PagedCache) -> DeviceAttention
 
 
 def _own_logits(model: Any, device: torch.device) -> Tensor:
-    """[trial tokens, vocabulary] logits of the trial by the model as it came, moved to `device` for good."""
-    model.to(device).eval()
+    """[trial tokens, vocabulary] logits of the trial by the model's own attention."""
     with torch.inference_mode():
         logits: Tensor = model(input_ids=_trial_tokens(model.config, device).unsqueeze(0), use_cache=False).logits[0]
     return logits

@@ -70,7 +70,7 @@ class _Worker:
         self._failed: tuple[int, BaseException] | None = None
 
     def run(self) -> None:
-        """The thread: one job after the other, until None."""
+        """The thread: one job after the other, until None; ends when all of them have landed."""
         while (job := self.jobs.get()) is not None:
             if job.gate is not None:
                 job.gate.wait()
@@ -79,6 +79,7 @@ class _Worker:
             except Exception as error:  # noqa: BLE001 - handed on to whoever takes the result
                 self._fail(job, error)
             del job  # an idle thread must not keep a step's gate and future alive
+        self.streams.close()
 
     def stop(self) -> None:
         """Cancel what has not begun, and let the thread end. May be called twice, from any thread."""
@@ -224,7 +225,6 @@ class TorchRunner:
         """Cancel what has not begun, wait for what has, end the threads."""
         self._finalizer()
         self._thread.join()
-        self._worker.streams.close()
 
 
 _GATHER_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}

@@ -9,8 +9,8 @@ integer arithmetic on the host and so the same on every device. Nothing here wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsched.request import SamplingParams
-
-Put = Callable[[NDArray[Any]], Tensor]
+from kvsched.runner.torch_streams import Put
 
 
 def uniform(seeds: Sequence[int], positions: NDArray[np.int64]) -> NDArray[np.float64]:

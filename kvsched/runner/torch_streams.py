@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Put = Callable[[NDArray[Any]], Tensor]
+"""Brings an array of the host to the device, in the order of the compute stream."""
 Done = Callable[[list[int], float, float], None]
 """(tokens, started at, finished at), seconds of `now`."""
 Failed = Callable[[BaseException], None]
@@ -69,13 +71,15 @@ def open_streams(device: torch.device) -> Streams:
 def choose_device(name: str) -> torch.device:
     """The device called "cpu", "cuda", "cuda:N" or "auto" (CUDA where there is one). Raises ValueError for others."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ValueError(f"device is {name!r}; choose 'auto', 'cpu' or 'cuda'")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but torch sees {torch.cuda.device_count()} CUDA devices; choose 'cpu'")
-    return torch.device(name)
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", int(index) if index else torch.cuda.current_device())
 
 
 class HostStreams:
@@ -103,7 +107,7 @@ class HostStreams:
         """See `Streams`."""
         return self.now()
 
-    def land(self, start: float, tokens: Tensor, done: Done, failed: Failed) -> None:  # noqa: ARG002
+    def land(self, start: float, tokens: Tensor, done: Done, failed: Failed) -> None:
         """See `Streams`."""
         done(tokens.tolist(), start, self.now())
 
@@ -129,7 +133,7 @@ class CudaStreams:
         self._copy = _cuda.Stream(device)
         self._origin = _cuda.Event(enable_timing=True)
         self._origin.record(self._compute)
-        self._origin.synchronize()
+        _cuda.synchronize(device)  # also for what was made on the default stream: model and cache
         self._born = time.perf_counter()
         self._landings: queue.SimpleQueue[_Landing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._land_all, name="kvsched-landing", daemon=True)
@@ -147,6 +151,8 @@ class CudaStreams:
 
     def put(self, array: NDArray[Any]) -> Tensor:
         """See `Streams`. Copies through pinned memory, without waiting."""
+        if array.size == 0:
+            return torch.from_numpy(array).to(self.device)
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event:
@@ -159,7 +165,7 @@ class CudaStreams:
         """See `Streams`."""
         end = self.mark()
         host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        copied = _cuda.Event()
+        copied = _cuda.Event(blocking=True)
         with torch.cuda.stream(self._copy):
             self._copy.wait_event(end)
             host.copy_(tokens, non_blocking=True)
