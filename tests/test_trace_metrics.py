@@ -9,6 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from kvsched.engine import Engine
+from kvsched.request import SamplingParams
+from kvsched.runner.synthetic import CostModel
 from kvsched.trace import events as ev
 from kvsched.trace.metrics import percentiles, request_metrics, run_metrics
 from tests.drive import Drive
@@ -126,6 +129,23 @@ def test_hits_and_loads_are_counted_apart():
     assert (r.num_hit_tokens, r.num_loaded_tokens) == (4, 8)
     (r,) = request_metrics([*events[:2], ev.Admitted(1, "r", False, 8, 8, 0)])
     assert (r.num_hit_tokens, r.num_loaded_tokens) == (8, 0)
+
+
+def test_c51_a_report_is_consistent_with_itself():
+    """Throughput, TTFT, TPOT and E2EL of one run are tied to each other: that is how a broken report is caught."""
+    engine = Engine.synthetic(200, cost=CostModel(0.01, 1e-4), block_size=4, max_num_seqs=16, max_model_len=64)
+    with engine:
+        engine.generate([[i, 2, 3, 4, 5] for i in range(16)], SamplingParams(max_tokens=40, ignore_eos=True))
+    run = run_metrics(engine.events)
+    assert run.num_output_tokens == 16 * 40
+    for r in run.requests:
+        assert r.ttft is not None
+        assert r.tpot is not None
+        assert r.ttft + (40 - 1) * r.tpot == pytest.approx(r.e2el, rel=1e-9)
+        assert r.queue + r.inference == pytest.approx(r.e2el, rel=1e-9)
+    duration = run.num_output_tokens / run.output_throughput
+    assert duration == pytest.approx(run.duration)
+    assert 1.0 <= duration / run.percentiles("e2el").p99 < 1.05  # all requests start together
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100, 101])

@@ -23,7 +23,7 @@ from kvsched.trace.log import EventLog
 from kvsched.trace.reader import read_events
 from kvsched.trace.state import State
 
-_WORK_PER_KEYFRAME = 20_000
+_WORK_PER_KEYFRAME = 15_000
 _BASE_WORK = 2
 
 

@@ -69,7 +69,7 @@ class RequestState:
         "number",
         "output_log",
         "priority",
-        "prompt_token_ids",
+        "prompt",
         "queue",
         "status",
         "table_log",
@@ -81,7 +81,7 @@ class RequestState:
     ) -> None:
         self.number = number
         self.id = name
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt = array("q", prompt_token_ids)
         self.max_tokens = max_tokens
         self.priority = priority
         self.arrival_time = arrival
@@ -106,6 +106,11 @@ class RequestState:
         self.num_output_tokens = 0
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        """Its prompt's tokens (a copy)."""
+        return self.prompt.tolist()
+
+    @property
     def block_ids(self) -> list[int]:
         """Its block table (a copy)."""
         return self.table_log[: self.num_blocks].tolist()
@@ -118,12 +123,12 @@ class RequestState:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of its prompt."""
-        return len(self.prompt_token_ids)
+        return len(self.prompt)
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
-        return len(self.prompt_token_ids) + self.num_output_tokens
+        return len(self.prompt) + self.num_output_tokens
 
     @property
     def is_finished(self) -> bool:
