@@ -16,7 +16,7 @@ alone is told the recorded tokens, and its cache is filled by prefills.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -36,7 +36,7 @@ from kvsched.faults import (
 )
 from kvsched.runner.base import Runner
 from kvsched.runner.synthetic import SyntheticRunner
-from kvsched.trace.events import Event, FaultInjected, RunStarted
+from kvsched.trace.events import Event, FaultInjected, RunStarted, StepDelivered
 from kvsched.trace.replay import Replay
 from lab.journal import CLIENT_COMMANDS, Command
 from lab.replay_runner import ReplayRunner
@@ -83,9 +83,10 @@ def fork(run: Run, step: int, changes: Changes) -> Run:
         raise ForkError(f"step {step} cannot be decided anew; this history can fork at steps 0 to {run.num_steps + 1}")
     commands = run.commands
     cut = run.num_before(step)
-    told = run.events_before(cut)
+    before = run.events_before(cut)
+    seen = run.replay.events[: run.end_of_step(step - 1)] if step else before
     engine = _make(run, _settings(run, step, changes))
-    runner = _take_over(engine, told) if _tokens_are_told(run, engine) else None
+    runner = _take_over(engine, seen) if _tokens_are_told(run, engine) else None
     kept = _Kept(run, step) if changes.drop_faults else None
     for fault in run.first_faults if kept is None else kept.of(run.first_faults):
         engine.inject(fault)
@@ -93,7 +94,9 @@ def fork(run: Run, step: int, changes: Changes) -> Run:
     for command in commands[:cut] if kept is None else kept.of_commands(commands[:cut]):
         with suppress(EngineStuck):
             new.do(command.do, command.args)
-    _check_same(told, new.replay.events)
+    _check_same(before, new.replay.events)
+    for _ in range(_num_delivered(seen[len(before) :])):
+        new.do("deliver")
     if runner is not None:
         runner.go_live(engine)
     for command in [*commands[cut:], *run.agenda]:
@@ -103,34 +106,40 @@ def fork(run: Run, step: int, changes: Changes) -> Run:
     return new
 
 
+def _num_delivered(events: Iterable[Event]) -> int:
+    """Outputs that a turn processed before it scheduled: the pipe was full, so they belong to the step before."""
+    return sum(1 for event in events if isinstance(event, StepDelivered) and event.request_ids)
+
+
 def make_like(engine: Engine) -> Remake | None:
     """How to make engines like this one; None if that cannot be known."""
-    runner = engine.runner
-    if engine.scheduler.connector is not None:
+    make_runner = _runner_maker(engine.runner)
+    if make_runner is None or engine.scheduler.connector is not None:
         return None
-    if isinstance(runner, SyntheticRunner):
-        cost, vocab_size, token_fn = runner.cost, runner.vocab_size, runner._token_fn
-
-        def fresh(_: SchedulerConfig) -> Runner:
-            return SyntheticRunner(cost, vocab_size, token_fn=token_fn)
-
-    elif hasattr(runner, "fresh"):
-        make_runner = runner.fresh
-
-        def fresh(config: SchedulerConfig) -> Runner:
-            made: Runner = make_runner(num_blocks=config.num_blocks)
-            return made
-
-    else:
-        return None
-    head = engine.events[0]
-    options = {"tokenizer": engine.tokenizer, "eos_token_ids": engine.eos_token_ids, "meta": dict(head.meta)}
-    landing = engine.landing
+    tokenizer, eos_token_ids, landing = engine.tokenizer, engine.eos_token_ids, engine.landing
+    meta = dict(engine.events[0].meta)
 
     def remake(config: SchedulerConfig) -> Engine:
-        return Engine(config, fresh(config), landing=landing, max_model_len_is_explicit=False, **options)
+        return Engine(
+            config,
+            make_runner(config),
+            landing=landing,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            max_model_len_is_explicit=False,
+            meta=meta,
+        )
 
     return remake
+
+
+def _runner_maker(runner: Any) -> Callable[[SchedulerConfig], Runner] | None:
+    """How to make runners like this one: synthetic ones, and those that can do it themselves (`fresh`)."""
+    if isinstance(runner, SyntheticRunner):
+        cost, vocab_size, token_fn = runner.cost, runner.vocab_size, runner._token_fn
+        return lambda _: SyntheticRunner(cost, vocab_size, token_fn=token_fn)
+    fresh = getattr(runner, "fresh", None)
+    return None if fresh is None else lambda config: fresh(num_blocks=config.num_blocks)
 
 
 def make_synthetic(config: SchedulerConfig) -> Engine:
@@ -237,8 +246,10 @@ def _check_same(recorded: Sequence[Event], again: Sequence[Event]) -> None:
 
 def _decisions(events: Iterable[Event]) -> Iterator[Any]:
     for event in events:
-        if not isinstance(event, FaultInjected | RunStarted):
-            yield event._replace(time=0.0) if hasattr(event, "time") else event
+        if isinstance(event, FaultInjected | RunStarted):
+            continue
+        timed: Any = event
+        yield timed._replace(time=0.0) if "time" in event._fields else event
 
 
 def _change(new: Run, step: int, changes: Changes) -> None:

@@ -136,7 +136,11 @@ class Run:
     def is_over(self) -> bool:
         """Whether nothing is left to be done."""
         engine = self.engine
-        return engine is None or not (engine.has_unfinished_requests() or engine.num_in_flight or self.agenda)
+        if engine is None:
+            return True
+        scheduler = engine.scheduler
+        is_in_the_air = bool(engine.num_in_flight or scheduler.kept_for_save or scheduler.awaiting_load)
+        return not (engine.has_unfinished_requests() or is_in_the_air or self.agenda)
 
     def close(self) -> None:
         """End the engine, if nobody else uses it. May be called twice."""
@@ -161,8 +165,16 @@ class Run:
         return result
 
     def turn(self) -> Any:
-        """One turn of the engine, after the inputs that are due."""
+        """One turn of the engine, after the inputs that are due.
+
+        Where the depth was lowered more steps may be in flight than it allows: their outputs are processed first.
+        """
         self.give_due()
+        engine = self.engine
+        assert engine is not None
+        if engine.num_in_flight > engine.config.max_in_flight:
+            while engine.num_in_flight >= engine.config.max_in_flight:
+                self.do("deliver")
         return self.do("turn")
 
     def give_due(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from kvsched.config import ConfigError, SchedulerConfig
 from kvsched.engine import Engine
-from kvsched.faults import Fault, fault_from_dict, fault_to_dict
+from kvsched.faults import Fault, FaultError, fault_from_dict, fault_to_dict
 from kvsched.request import SamplingParams
 from kvsched.runner.synthetic import CostModel, SyntheticRunner
 from kvsched.trace.events import Event, RequestAdded, StepDelivered
@@ -198,7 +198,7 @@ def open_scenario(path: str | PathLike[str]) -> Run:
         raise ScenarioError(f"{path}: cannot be read as a scenario: {error}") from error
     try:
         return run_scenario(scenario)
-    except (ScenarioError, ConfigError) as error:
+    except (ScenarioError, ConfigError, FaultError) as error:
         raise ScenarioError(f"{path}: {error}") from error
 
 

@@ -102,7 +102,7 @@ def test_a_run_on_a_model_is_done_again_without_it(tmp_path):
     from kvsched.config import SchedulerConfig
 
     remake = tiny_model_remake()
-    config = SchedulerConfig(num_blocks=13, block_size=4, max_model_len=40, max_num_batched_tokens=16, defer_block_free=True)
+    config = SchedulerConfig(num_blocks=13, block_size=4, max_model_len=40, max_num_batched_tokens=16)
     session = Session(remake(config), remake=remake)
     for i in range(4):
         session.add_request(f"r{i}", range(3 + i, 9 + i), SamplingParams(max_tokens=7))
@@ -146,19 +146,24 @@ def test_a_test_needs_a_name_that_pytest_finds(tmp_path):
         c01().to_pytest(tmp_path / "report.py")
 
 
+HEAD = '{"format": "kvsched-scenario/1", "settings": {"num_blocks": 9}'
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("{", "cannot be read"),
         ("[]", "not a scenario"),
         ('{"format": "kvsched-scenario/2"}', "not a scenario in format"),
-        ('{"format": "kvsched-scenario/1", "settings": {"num_blocks": 9}}', "its script is missing"),
+        (HEAD + "}", "its script is missing"),
         ('{"format": "kvsched-scenario/1", "settings": {}, "script": []}', "num_blocks is missing"),
-        ('{"format": "kvsched-scenario/1", "settings": {"num_blocks": 9}, "script": [], "code": "x"}', "unknown key code"),
-        ('{"format": "kvsched-scenario/1", "settings": {"num_blocks": 9}, "script": [{"go": 1}]}', "entry 1"),
-        ('{"format": "kvsched-scenario/1", "settings": {"num_blocks": 9}, "script": [{"deliver": 1}]}', "nothing is in flight"),
-        ('{"format": "kvsched-scenario/1", "settings": {"num_blocks": 9}, "script": [{"add": {"prompt": [1]}}]}', "request"),
-        ('{"format": "kvsched-scenario/1", "settings": {"num_blocks": 9}, "script": [{"inject": {"kind": "x"}}]}', "fault"),
+        (HEAD + ', "script": [], "code": "x"}', "unknown key code"),
+        (HEAD + ', "script": [{"go": 1}]}', "entry 1"),
+        (HEAD + ', "script": [{"deliver": 1}]}', "nothing is in flight"),
+        (HEAD + ', "script": [{"turn": "x"}]}', "entry 1"),
+        (HEAD + ', "script": [{"add": {"prompt": [1]}}]}', "request"),
+        (HEAD + ', "script": [{"inject": {"kind": "x"}}]}', "fault"),
+        (HEAD + ', "faults": [{"kind": "x"}], "script": []}', "unknown kind of fault"),
     ],
 )
 def test_what_is_no_scenario_is_refused_with_its_place(tmp_path, text, says):
