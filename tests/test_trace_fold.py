@@ -162,6 +162,15 @@ def test_loads_and_saves_are_seen_on_their_blocks():
     assert state.request("a").load_landed
 
 
+def test_an_empty_step_ends_no_transfer_of_a_step_in_flight():
+    """Synchronous loads and saves go with their step; an empty step may report others before it."""
+    state = fold([*STORY[:9], ev.LoadStarted(1, "a", (2,), 2, False), ev.SaveStarted(1, "a", (1,)), STORY[9]])
+    fold([_step(2, 1, (), (), ()), ev.StepDelivered(2, 2, (), (), 2.0)], state)
+    assert (list(state.loads), len(state.saves)) == (["a"], 1)
+    fold([ev.FenceAdvanced(2, 1), ev.StepDelivered(2, 1, ("a", "b"), ((50,), (60,)), 2.0)], state)
+    assert (state.loads, state.saves) == ({}, [])
+
+
 def test_priority_orders_the_waiting_ones():
     events = [make_head(policy="priority"), _add("x", priority=2), _add("z", priority=1), _add("y", priority=1)]
     assert fold(events).waiting == ["y", "z", "x"]
@@ -183,6 +192,9 @@ def test_an_id_may_come_again_after_its_end():
         ([make_head(), ev.LoadLanded(1, "x")], "event 1 speaks of request 'x', which has not been added"),
         ([make_head(), _step(1, 0, ("x",), (1,), (0,))], "event 1 speaks of request 'x'"),
         ([make_head(), _add("a"), ev.BlocksAllocated(1, "a", (9,), ())], "event 2 names a block outside the pool of 9"),
+        ([make_head(), _add("a"), ev.BlocksAllocated(1, "a", (-1,), ())], "event 2 names a block outside the pool"),
+        ([make_head(), _add("a"), _step(1, 0, ("a",), (1, 2), (0,))], "event 2 does not make sense .zip"),
+        ([make_head(), ev.SaveStarted(1, "x", (1,))], "event 1 speaks of request 'x'"),
         ([make_head(), _add("a"), ev.RequestFinished(1, "a", "tired", 0, 0.0)], "finished for 'tired'; known: stop"),
         ([ev.RunStarted(0, 1, {"num_blocks": 4}, "x", {})], "config has no block_size of 1 or more .*None"),
         ([make_head(), ev.ConfigChanged(1, {"defer_block_free": "auto"})], "defer_block_free='auto', but not whether"),

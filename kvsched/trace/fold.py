@@ -27,15 +27,22 @@ _COUNTERS = {Queue.WAITING: "num_waiting", Queue.LOADING: "num_loading", Queue.R
 
 
 def apply(state: State, event: ev.Event) -> None:
-    """Change the state by one event. Raises TraceError if the event speaks of a request, or a block, that
-    there is not, or of anything before `run_started`."""
+    """Change the state by one event.
+
+    Raises TraceError if the event speaks of a request, or a block, that there is not, or does not fit its run in
+    another way; the state is then of no more use.
+    """
     if not state.num_blocks and not isinstance(event, ev.RunStarted):
         raise TraceError(f"event {state.index} is {event.kind}; a trace opens with run_started")
     try:
         _HANDLERS[type(event)](state, event)
+    except TraceError:
+        raise
     except IndexError as error:
         size = state.num_blocks
         raise TraceError(f"event {state.index} names a block outside the pool of {size}: {event!r:.200}") from error
+    except (OverflowError, ValueError) as error:
+        raise TraceError(f"event {state.index} does not make sense ({error}): {event!r:.200}") from error
     if event.step > state.step:
         state.step = event.step
     state.index += 1
@@ -233,6 +240,8 @@ def _blocks_allocated(state: State, e: ev.BlocksAllocated) -> None:
 
 
 def _extend_table(r: RequestState, block_ids: tuple[int, ...]) -> None:
+    if min(block_ids, default=0) < 0:
+        raise IndexError("a block id is negative")
     r.table_log = grown(r.table_log, r.num_blocks, block_ids)
     r.num_blocks += len(block_ids)
 
@@ -260,7 +269,6 @@ def _blocks_released(state: State, e: ev.BlocksReleased) -> None:
     r.table_log = array("q")
     r.num_blocks = 0
     state.loads.pop(e.request, None)
-    state.saves = [save for save in state.saves if save.request != e.request]
     if e.fence:
         state.deferred.append(Deferred(e.fence, e.request, e.block_ids, e.step))
     if r.is_finished:
@@ -302,6 +310,7 @@ def _blocks_kept(state: State, e: ev.BlocksKept) -> None:
 
 
 def _load_started(state: State, e: ev.LoadStarted) -> None:
+    _own(state, e.request)
     state.loads[e.request] = Transfer(e.request, e.block_ids, e.step, e.asynchronous, e.after_step)
 
 
@@ -324,6 +333,7 @@ def _load_failed(state: State, e: ev.LoadFailed) -> None:
 
 
 def _save_started(state: State, e: ev.SaveStarted) -> None:
+    _own(state, e.request)
     state.saves.append(Transfer(e.request, e.block_ids, e.step, True))
 
 
@@ -334,8 +344,8 @@ def _save_sent(state: State, e: ev.SaveSent) -> None:
 
 
 def _end_transfers(state: State, step: int) -> None:
-    """The output of a step has been processed: synchronous loads up to it have landed, and what was to be saved
-    has been copied (a finished request's last save is told by `save_sent`)."""
+    """Steps up to this one are through: their synchronous loads have landed, and what they were to save has been copied
+    (a finished request's last save is told by `save_sent`)."""
     if any(load.step <= step and not load.asynchronous for load in state.loads.values()):
         state.loads = {k: load for k, load in state.loads.items() if load.asynchronous or load.step > step}
     if state.saves:
@@ -383,13 +393,13 @@ def _fence_advanced(state: State, e: ev.FenceAdvanced) -> None:
 
 def _step_delivered(state: State, e: ev.StepDelivered) -> None:
     state.time = e.time
-    _end_transfers(state, e.delivered)
-    for i, flight in enumerate(state.flights):
-        if flight.step == e.delivered:
-            del state.flights[i]
-            break
-    else:
-        return  # an empty step: it took nothing off the steps in flight
+    flight = next((flight for flight in state.flights if flight.step == e.delivered), None)
+    if flight is not None:
+        state.flights.remove(flight)
+    oldest = state.flights[0].step if state.flights else e.delivered + 1
+    _end_transfers(state, min(e.delivered, oldest - 1))
+    if flight is None:
+        return  # an empty step: it takes nothing off the steps in flight
     if e.request_ids != flight.scheduled.request_ids:
         raise TraceError(f"event {state.index}: step {e.delivered} delivers other requests than it scheduled")
     mine, owed = state.mine, 1 if state.async_scheduling else 0
