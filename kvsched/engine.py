@@ -136,6 +136,7 @@ class Engine:
             slots_fault=self._slots_fault if self.watch.fails_slots else None,
             clock=runner.now,
             cap_at_pool=True,
+            exact=True,
         )
         self._desk = self._make_desk(connector)
         self.ticks = 0

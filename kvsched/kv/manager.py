@@ -3,8 +3,8 @@
 Owns: every request's `block_ids`, `num_slots`, `num_cached_blocks`, `next_cache_at`.
 Knows nothing about: queues, budgets, who is preempted.
 Invariants: `num_slots == len(block_ids) * block_size`; the leading `num_cached_blocks` of a table have been
-entered in the prefix cache; a tainted block (its load failed, or it was computed on one whose load failed) is
-never found by a lookup, until it is computed again or handed out anew.
+entered in the prefix cache; a tainted block (one that carries a hash, but its load failed, it was computed on one
+whose load failed, or it was never computed) is not found by lookups until it is computed or handed out anew.
 """
 
 from __future__ import annotations
@@ -122,8 +122,14 @@ class KVManager:
         cached = [block for block in dict.fromkeys(blocks) if self.pool.hashes[block] is not None]
         for block in cached:
             self.pool.uncache(block)
+        self.tainted.difference_update(cached)
         if cached and self.emit is not None:
             self.emit(BlocksUncached(step, tuple(cached)))
+
+    def uncache_all(self) -> None:
+        """Empty the prefix cache."""
+        self.pool.uncache_all()
+        self.tainted.clear()
 
     # ---- letting go
 
@@ -138,7 +144,7 @@ class KVManager:
 
     def taint(self, blocks: Sequence[int]) -> None:
         """The content of these blocks is wrong, or rests on wrong content."""
-        self.tainted.update(blocks)
+        self.tainted.update(block for block in blocks if self.pool.hashes[block] is not None)
 
     def recomputed(self, request: Request, start: int, end: int) -> None:
         """A step computes tokens [start, end) of the request, which was cut at a block boundary and goes on from

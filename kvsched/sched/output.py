@@ -207,9 +207,11 @@ def _bad_blocks(s: Scheduler, request: Request, invalid: frozenset[int], count: 
     Where a running request is to be cut, tokens of the steps in flight behind this one are not looked at either:
     their output is dropped, and the cut must not lie beyond the known tokens.
     """
-    computed = request.num_computed_tokens - count
+    computed = request.num_computed_tokens
     if request.status is _RUNNING and s.config.load_failure_policy == "recompute":
-        computed = request.num_computed_tokens - request.num_in_flight_tokens + request.num_stale_output_tokens
+        computed -= request.num_in_flight_tokens - request.num_stale_output_tokens
+    elif request.status is _RUNNING:
+        computed -= count
     blocks = request.block_ids[: max(0, -(-computed // s.kv.block_size))]
     return [i for i, block in enumerate(blocks) if block in invalid]
 

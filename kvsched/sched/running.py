@@ -94,8 +94,11 @@ def allocate_or_preempt(s: Scheduler, draft: Draft, request: Request, end: int) 
             return None
         s.running.remove(victim)
         count = draft.take_out(victim)
-        if count is not None and s.emit is not None:
-            s.emit(Unscheduled(draft.step, victim.id, count))
+        if count is not None:
+            if s.exact:  # blocks that this step was to fill stand in the prefix cache already
+                s.kv.taint(victim.block_ids[victim.num_computed_tokens // s.kv.block_size :])
+            if s.emit is not None:
+                s.emit(Unscheduled(draft.step, victim.id, count))
         preempt(s, victim, request.id, "kv_full" if s.config.policy == "fcfs" else "priority")
         draft.preempted.append(victim.id)
         if victim is request:

@@ -52,6 +52,9 @@ class Scheduler:
     clock: seconds, to stamp events.
     cap_at_pool: end a request that outgrows the whole pool (finish reason "pool") instead of preempting it for
         ever; the engine sets it.
+    exact: keep blocks from lookups that stand in the prefix cache and were never filled, since the very step that was
+        to fill them lost its request to a preemption (PRIORITY). The reference finds them, and computes on what they
+        hold; so does the replay of recordings. The engine sets it.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Scheduler:
         slots_fault: SlotsFault | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         cap_at_pool: bool = False,
+        exact: bool = False,
     ) -> None:
         self.config = config
         self.connector = connector
@@ -70,6 +74,7 @@ class Scheduler:
         self.slots_fault = slots_fault
         self.clock = clock
         self.cap_at_pool = cap_at_pool
+        self.exact = exact
         # No position from here on is ever computed: the token that would stand there ends its request.
         self.last_position = config.max_model_len - 1
         if cap_at_pool:
@@ -323,7 +328,7 @@ class Scheduler:
             self.running = []
         if self.kv.pool.num_free != self.config.num_usable_blocks:
             return False
-        self.kv.pool.uncache_all()
+        self.kv.uncache_all()
         if self.emit is not None:
             self.emit(events.CacheReset(self.step))
         return True

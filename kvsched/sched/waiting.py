@@ -45,7 +45,7 @@ def schedule_waiting(s: Scheduler, draft: Draft) -> None:
         if count is None:
             break
         if not _allocate(s, draft, request, prefix, count):
-            if _is_retried_in_vain(s, request):
+            if _stands_in_the_way(s, request, prefix, count):
                 _pass_over(s, queue, request, "slots", passed_over)
                 continue
             break
@@ -156,23 +156,27 @@ def _lacking(s: Scheduler, request: Request, prefix: _Prefix, num_tokens: int) -
     if not prefix.loads_async:
         return s.kv.shortfall(request, num_tokens, prefix.hits)
     counted = list(s.prefilling.values())
-    if _is_retried_in_vain(s, request):
-        counted.remove(request)
+    if not request.block_ids and request.id in s.prefilling and _is_at_a_standstill(s):
+        counted = [other for other in counted if other.block_ids]
         num_tokens = request.num_tokens
     reserved = reserved_blocks(counted, config.max_model_len, config.block_size)
     return s.kv.shortfall(request, num_tokens, prefix.hits, reserved)
 
 
-def _is_retried_in_vain(s: Scheduler, request: Request) -> bool:
-    """Whether a request whose load failed would ask for slots for ever, and keep all others from theirs.
-
-    It stands before everybody else, holds nothing, and its own need counts against it (as in the reference). While
-    something else goes on, blocks may still come back. When nothing does, it is taken on its merits, or passed over
-    so that others, whose loads have landed, can go first (here kvsched leaves the reference, which hangs).
-    """
-    if request.block_ids or request.id not in s.prefilling:
-        return False
+def _is_at_a_standstill(s: Scheduler) -> bool:
+    """Whether nothing goes on that could free a block. What then lacks slots lacks them for ever, and all that stands
+    behind it with a load that has landed waits for ever, too: here kvsched leaves the reference, which hangs. A load
+    retried after a failure no longer counts its own need against itself, nor that of others that hold nothing."""
     return not (s.running or s.in_flight or s.awaiting_load or s.kept_for_save)
+
+
+def _stands_in_the_way(s: Scheduler, request: Request, prefix: _Prefix, count: int) -> bool:
+    """Whether a request that has got no slots must be passed over, so that others with landed loads can go first.
+    A call for slots that was made to fail is no reason."""
+    if request not in s.kv_holding_waiting or not _is_at_a_standstill(s):
+        return False
+    known = request.num_computed_tokens + prefix.num_local + prefix.num_external
+    return _lacking(s, request, prefix, known + count) is not None
 
 
 def _park(s: Scheduler, draft: Draft, request: Request, prefix: _Prefix) -> None:

@@ -188,8 +188,8 @@ class Admitted(NamedTuple):
 
 class Skipped(NamedTuple):
     """A waiting request was passed over in this pass. reason: "load" (not landed), "stale" (output still in
-    flight), "lookup" (connector does not know yet), "slots" (its load failed, it holds nothing, nothing else goes on,
-    and others behind it may)."""
+    flight), "lookup" (connector does not know yet), "slots" (none for it, nothing else goes on, and others behind it may
+    have their loads)."""
 
     kind = "skipped"
     step: int
