@@ -75,7 +75,9 @@ class Rig:
         self.chances = chances or Chances()
         connector = None if rules is None else ScriptedConnector(rules, config.block_size, whole_blocks=False)
         self.events: list[Any] = []
-        self.scheduler = Scheduler(config, connector=connector, emit=self.events.append, cap_at_pool=True)
+        self.scheduler = Scheduler(
+            config, connector=connector, emit=self.events.append, cap_at_pool=True, exact=True
+        )
         self.memory = MemoryModel(config.num_blocks, config.block_size)
         self.requests: dict[str, Request] = {}
         self.emitted: dict[str, list[int]] = {}
@@ -234,3 +236,59 @@ def check_books(s: Scheduler) -> None:
     for request in s.requests.values():
         assert min(request.num_output_placeholders, request.num_in_flight_tokens, request.num_stale_output_tokens) >= 0
         assert request.num_computed_tokens <= request.num_slots
+
+
+# ---- random workloads
+
+
+def random_rig(seed: int, mode: str) -> Rig:
+    """A small workload on a small pool. mode: "plain" (no connector), "loads", or "failing" (loads fail, too).
+
+    Prompts are cut from two texts, some with a slip in the middle, so that prefixes are shared and part ways anywhere.
+    """
+    rng = random.Random(f"{mode} {seed}")
+    config = _random_config(rng)
+    texts = [[rng.randrange(40) for _ in range(30)] for _ in range(2)]
+    longest = min(24, config.num_usable_slots - 1, config.max_model_len - 2)
+    arrivals, rules = [], {}
+    for i in range(rng.randint(2, 10)):
+        prompt = rng.choice(texts)[: rng.randint(1, longest)]
+        if rng.random() < 0.3:
+            prompt[rng.randrange(len(prompt))] = rng.randrange(40)
+        stop = tuple(rng.sample(range(40), rng.choice([0, 0, 3])))
+        arrivals.append(Arrival(f"r{i}", tuple(prompt), rng.randint(1, 12), stop, rng.randint(0, 2)))
+        if rng.random() < 0.6:
+            rules[f"r{i}"] = KvRule(
+                external_tokens=rng.randint(0, 24),
+                asynchronous=rng.random() < 0.5,
+                keeps_blocks=rng.random() < 0.3,
+                unknown_lookups=rng.choice([0, 0, 1, 3]),
+                once=rng.random() < 0.3,
+                drops_stale=rng.random() < 0.3,
+            )
+    chances = Chances(
+        {action: rng.choice([0.5, 1, 2, 4]) for action in ("arrive", "schedule", "compute", "write", "deliver")},
+        load_fails=0.4 if mode == "failing" else 0.0,
+        abort=rng.choice([0.0, 0.0, 0.02]),
+    )
+    return Rig(seed, config, arrivals, None if mode == "plain" else rules, chances)
+
+
+def _random_config(rng: random.Random) -> SchedulerConfig:
+    depth = rng.randint(1, 4)
+    return SchedulerConfig(
+        num_blocks=rng.randint(9, 25),
+        block_size=rng.choice([2, 4]),
+        max_num_seqs=rng.choice([2, 4, 16]),
+        max_num_batched_tokens=rng.choice([6, 16, 64]),
+        max_model_len=rng.choice([30, 200]),
+        long_prefill_token_threshold=rng.choice([0, 0, 5]),
+        enable_prefix_caching=rng.random() < 0.8,
+        async_scheduling=depth > 1 or rng.random() < 0.5,
+        max_in_flight=depth,
+        policy=rng.choice(["fcfs", "priority"]),
+        reserve_full_isl=rng.random() < 0.7,
+        guard=rng.choice(["stop_retry", "stop_retry", "none"]),
+        load_failure_policy=rng.choice(["recompute", "fail"]),
+        drop_stale_output=rng.random() < 0.2,
+    )
