@@ -2,9 +2,9 @@
 
 Owns: `PackedLinear` and the packing of a model's linear layers.
 Knows nothing about: attention, batches, which model it is.
-Invariants: the product is the same up to rounding. On a CPU, with the few rows of a decode step, the plain layer
-reads its weights at half the speed that memory allows or less; a packed one comes close to it
-(`benchmarks/decode.py`).
+Invariants: the product is the same up to rounding. With the few rows of a decode step the plain layer reads its
+weights far below the speed that memory allows, since it spreads badly over threads; a packed one comes close to it
+(two threads, 1536 x 576: one row 0.20 ms against 0.39, 8 rows 0.31 against 0.68, 32 rows 0.61 against 1.13).
 """
 
 from __future__ import annotations
