@@ -10,6 +10,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-
 lab: $(READY)
 	$(BIN)/kvsched-lab
 
+# One thread for each worker: two workers with two threads each keep two cores busy with waiting for one another.
+test: export OMP_NUM_THREADS ?= 1
 test: lint
 	$(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout=300 notebooks tests
 
