@@ -37,7 +37,7 @@ class Drive:
         whole_blocks: bool = True,
         fail_calls: set[int] | None = None,
         token: Callable[[str, int], int] | None = None,
-        cap_at_pool: bool = False,
+        exact: bool = False,
         **settings: Any,
     ) -> None:
         settings = {
@@ -57,7 +57,7 @@ class Drive:
             connector=self.connector,
             emit=self.events.append,
             slots_fault=None if fail_calls is None else lambda _, call, __: call in fail_calls,
-            cap_at_pool=cap_at_pool,
+            exact=exact,
         )
         self.depth = depth
         self.in_flight: deque[ScheduledStep] = deque()

@@ -23,6 +23,10 @@ from tests.memory_model import MemoryModel, Violation, expected_output
 _MOST_ACTIONS = 20_000
 
 
+class WrongToken(AssertionError):
+    """A request was given a token that was computed on wrong memory."""
+
+
 class Arrival(NamedTuple):
     """A request to come."""
 
@@ -194,7 +198,8 @@ class Rig:
     def _update(self, step: ScheduledStep, sampled: tuple[tuple[int, ...], ...], transfers: Transfers) -> None:
         output = self.scheduler.update(step, StepResult(step.step, sampled, transfers))
         for request_id, tokens in output.emitted:
-            assert min(tokens) >= 0, f"step {step.step}: {request_id} is given a token computed on wrong memory"
+            if min(tokens) < 0:
+                raise WrongToken(f"step {step.step}: {request_id} is given a token computed on wrong memory")
             self.emitted[request_id] += tokens
 
     # ---- verdicts
