@@ -8,6 +8,7 @@ logit difference measured in that run before it, and never by more than 1e-3; co
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,9 +37,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "aborts": ("none", "others"),
 }
 CONNECTOR_FACTORS: dict[str, tuple[Any, ...]] = FACTORS | {
-    "connector": ("asynchronous", "synchronous"),
+    "connector": ("asynchronous", "synchronous", "disk"),
+    "store": ("cold", "warm"),
     "loads": ("land", "fail at random"),
-    "saves": ("prompt", "slow"),
+    "transfers": ("prompt", "slow"),
 }
 
 
@@ -122,16 +124,17 @@ def config_for(settings: Mapping[str, Any], references: Sequence[Reference]) -> 
 
 
 def faults_for(settings: Mapping[str, Any], num_requests: int) -> FaultPlan:
-    """Injected failures, aborts of other requests, failed loads and slow saves, as a row asks for them."""
+    """Injected failures, failed loads and slow transfers, as a row asks for them."""
     faults: list[Fault] = []
     if settings["failures"] == "calls":
         faults += [FailCall(call) for call in (5, 23, 24, 61, 110, 111, 112, 190)]
-    if settings["aborts"] == "others":
-        faults += [Abort(f"other{i}", 3 + 7 * i) for i in range(3)]
+    draw = random.Random(num_requests)
     if settings.get("loads") == "fail at random":
-        faults += [FailLoad(f"r{i}", 1, i % 2) for i in range(0, num_requests, 3)]
-    if settings.get("saves") == "slow":
-        faults += [HoldTransfer(f"r{i}", "save", 1 + i % 5) for i in range(num_requests)]
+        failing = [f"r{i}" for i in range(num_requests) if draw.random() < 0.4]
+        faults += [FailLoad(request, occurrence, draw.randint(0, 1)) for request in failing for occurrence in (1, 2)]
+    if settings.get("transfers") == "slow":
+        names = [f"r{i}" for i in range(num_requests)] + [f"other{i}" for i in range(3)]
+        faults += [HoldTransfer(name, kind, draw.randint(1, 5)) for name in names for kind in ("load", "save")]
     return FaultPlan(tuple(faults))
 
 
@@ -167,10 +170,17 @@ def run(settings: Mapping[str, Any], references: Sequence[Reference], make_runne
 
 
 def _add_requests(engine: Engine, settings: Mapping[str, Any], references: Sequence[Reference]) -> None:
-    """All at once; requests to be aborted stand between the others and share their prompts."""
+    """All at once; requests to be aborted some steps later stand between the others and share their prompts. A warm
+    store has seen every prompt before."""
+    if settings.get("store") == "warm":
+        for i, reference in enumerate(references):
+            engine.add_request(f"warm{i}", reference.prompt_token_ids, SamplingParams(max_tokens=1))
+        engine.drain()
+        engine.scheduler.reset_prefix_cache()
     for i, reference in enumerate(references):
         sampling = SamplingParams(max_tokens=len(reference.token_ids), ignore_eos=True)
         if settings["aborts"] == "others" and i < 3:
+            engine.inject(Abort(f"other{i}", engine.scheduler.step + 3 + 7 * i))
             engine.add_request(f"other{i}", reference.prompt_token_ids, sampling, priority=i % 3, arrival_time=float(i))
         arrival = i + 0.5
         engine.add_request(f"r{i}", reference.prompt_token_ids, sampling, priority=(i * 7) % 4, arrival_time=arrival)

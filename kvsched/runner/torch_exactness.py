@@ -6,9 +6,11 @@ Owns: `ModelUnderTest`. Knows nothing about: plans, comparison.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvsched.config import SchedulerConfig
+from kvsched.connector.disk import DiskTier
 from kvsched.connector.host import HostTier
 from kvsched.engine import ConnectorPair
 from kvsched.experiment.exactness import LogitGap
@@ -31,6 +33,7 @@ class ModelUnderTest:
         ids = [f"r{i}" for i in range(len(encoded))]
         self._by_id = dict(zip(ids, self.references, strict=True))
         self._logits = dict(zip(ids, logits, strict=True))
+        self._folder = TemporaryDirectory(prefix="kvsched-exactness-")
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -44,7 +47,8 @@ class ModelUnderTest:
         self, config: SchedulerConfig, gap: LogitGap, settings: Mapping[str, Any]
     ) -> tuple[TorchRunner, ConnectorPair | None]:
         """A runner with a pool of the config's size, on the CPU, whose cache starts full of NaN; with a host tier
-        if the settings name a connector ("asynchronous" or "synchronous" loads)."""
+        if the settings name a connector ("asynchronous" or "synchronous" loads), or a tier on disk ("disk") which
+        the runs share one after the other."""
         runner = create_runner(
             self._loaded,
             device="cpu",
@@ -57,4 +61,6 @@ class ModelUnderTest:
         kind = settings.get("connector")
         if kind is None:
             return runner, None
+        if kind == "disk":
+            return runner, open_tier(DiskTier(folder=self._folder.name, capacity_bytes=2**28), runner)
         return runner, open_tier(HostTier(asynchronous=kind == "asynchronous"), runner)
