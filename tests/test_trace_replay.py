@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvsched.trace import log as log_module
 from kvsched.trace import replay as replay_module
 from kvsched.trace.fold import apply, fold
 from kvsched.trace.plain import TraceError
@@ -16,17 +17,18 @@ from tests.test_trace_fold import _looks
 from tests.trace_runs import make_head, recorded
 
 
-@pytest.fixture(params=[1, 40, 10**9], ids=["a keyframe after every event", "some keyframes", "no keyframe"])
-def work_per_keyframe(request, monkeypatch):
-    monkeypatch.setattr(replay_module, "_WORK_PER_KEYFRAME", request.param)
+@pytest.fixture(params=[1, 2_000, 10**9], ids=["a keyframe after every chunk", "some keyframes", "no keyframe"])
+def bytes_per_keyframe(request, monkeypatch):
+    monkeypatch.setattr(log_module, "CHUNK", 4)
+    monkeypatch.setattr(replay_module, "_BYTES_PER_KEYFRAME", request.param)
     return request.param
 
 
-def test_seeking_gives_the_state_of_a_straight_fold(work_per_keyframe):
+def test_seeking_gives_the_state_of_a_straight_fold(bytes_per_keyframe):
     events = recorded(4)
     replay = Replay(events)
     assert len(replay) == len(events)
-    assert (len(replay._keyframes) > 1) == (work_per_keyframe < 10**9)
+    assert (len(replay._keyframes) > 1) == (bytes_per_keyframe < 10**9)
     states, straight = [], State()
     for event in [*events, None]:
         states.append(_looks(straight))
@@ -40,7 +42,7 @@ def test_seeking_gives_the_state_of_a_straight_fold(work_per_keyframe):
             assert _looks(state) == states[index]
 
 
-def test_what_is_given_out_is_the_callers_own(work_per_keyframe):
+def test_what_is_given_out_is_the_callers_own(bytes_per_keyframe):
     events = recorded(4)
     replay = Replay(events)
     half = len(events) // 2

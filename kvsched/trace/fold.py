@@ -57,6 +57,9 @@ def fold(events: Iterable[ev.Event], state: State | None = None) -> State:
 
 
 def _own(state: State, request: str) -> RequestState:
+    r = state.mine.get(state.names.newest.get(request, -1))
+    if r is not None:
+        return r
     number = state.find(request)
     if number is None:
         raise TraceError(f"event {state.index} speaks of request {request!r}, which has not been added")
@@ -231,9 +234,8 @@ def _blocks_hit(state: State, e: ev.BlocksHit) -> None:
 def _blocks_allocated(state: State, e: ev.BlocksAllocated) -> None:
     places = state.places
     for block in e.block_ids:
-        if places[block] >= 0:
+        if places.swap(block, -1) >= 0:
             state.num_free -= 1
-        places[block] = -1
     for block in e.evicted:
         state.block_hashes[block] = None
     _extend_table(_own(state, e.request), e.block_ids)

@@ -26,9 +26,10 @@ _NUMBERS: dict[type[Any], int] = {cls: number for number, cls in enumerate(_TYPE
 
 
 class EventLog(Sequence[Event]):
-    """Events in order; grows by `append`."""
+    """Events in order; grows by `append`. num_packed_bytes: size of the full chunks."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
+        self.num_packed_bytes = 0
         self._packed: list[bytes] = []
         self._newest: list[Event] = []
         self._unpacked: OrderedDict[int, list[Event]] = OrderedDict()
@@ -38,7 +39,9 @@ class EventLog(Sequence[Event]):
         """Add an event. Raises ValueError, once its chunk is full, if it holds anything but plain data."""
         self._newest.append(event)
         if len(self._newest) == CHUNK:
-            self._packed.append(_pack(self._newest))
+            packed = _pack(self._newest)
+            self._packed.append(packed)
+            self.num_packed_bytes += len(packed)
             self._newest = []
 
     def extend(self, events: Iterable[Event]) -> None:
@@ -77,7 +80,7 @@ class EventLog(Sequence[Event]):
             yield from self._chunk(number)[max(start - first, 0) : stop - first]
 
     def __repr__(self) -> str:
-        return f"EventLog({len(self)} events, {sum(map(len, self._packed)):,} bytes packed)"
+        return f"EventLog({len(self)} events, {self.num_packed_bytes:,} bytes packed)"
 
     def _chunk(self, number: int) -> list[Event]:
         if number == len(self._packed):

@@ -45,6 +45,17 @@ class Paged(Generic[T]):
             self._private[number] = 1
         self._pages[number][index & _MASK] = value
 
+    def swap(self, index: int, value: T) -> T:
+        """Set an item; returns the one before."""
+        number = index >> _BITS
+        if not self._private[number]:
+            self._pages[number] = self._pages[number][:]
+            self._private[number] = 1
+        page = self._pages[number]
+        old = page[index & _MASK]
+        page[index & _MASK] = value
+        return old
+
     def append(self, value: T) -> None:
         """Grow by one item."""
         number = self._size >> _BITS

@@ -13,40 +13,36 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from os import PathLike
-from typing import Any
 
-from kvsched.trace.events import Event
+from kvsched.trace.events import Event, StepScheduled
 from kvsched.trace.fold import apply
 from kvsched.trace.log import EventLog
 from kvsched.trace.reader import read_events
 from kvsched.trace.state import State
 
-_WORK_PER_KEYFRAME = 15_000
-_BASE_WORK = 2
+_BYTES_PER_KEYFRAME = 150_000
+"""Packed events between two keyframes. What it costs to fold events goes with their size: about 20 to 60 ns a byte."""
 
 
 class Replay:
-    """A recording, finished or still growing (`append` can be a scheduler's `emit`).
+    """A recording, finished or still growing (`append` can be a scheduler's `emit`). One thread at a time.
 
     Raises TraceError for events that cannot be folded.
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
-        self.events = events if isinstance(events, EventLog) else EventLog()
+        self.events = EventLog()
         self._head = State()
+        self._cursor = State()
         self._keyframes: list[State] = [State()]
         self._keyframe_at: list[int] = [0]
-        self._work = 0
-        self._steps = array("q")
-        self._before_steps = 0
+        self._keyframe_bytes = 0
         self._kinds: dict[str, array[int]] = {}
-        self._cursor = State()
+        self._before_steps: int | None = None
         for event in events:
-            if events is not self.events:
-                self.events.append(event)
-            self._take_in(event)
+            self.append(event)
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Replay:
@@ -55,24 +51,16 @@ class Replay:
 
     def append(self, event: Event) -> None:
         """The run goes on."""
-        self._take_in(event)
-        self.events.append(event)
-
-    def _take_in(self, event: Event) -> None:
-        head = self._head
+        head, events = self._head, self.events
         index = head.index
         apply(head, event)
-        kind = event.kind
-        if kind not in self._kinds:
-            self._kinds[kind] = array("q")
-        self._kinds[kind].append(index)
-        if kind == "step_scheduled":
-            self._steps.append(index)
-        if not head.step:
-            self._before_steps = head.index
-        self._work += _BASE_WORK + (_WORK[kind](event) if kind in _WORK else 0)
-        if self._work >= _WORK_PER_KEYFRAME:
-            self._work = 0
+        events.append(event)
+        kind = self._kinds.get(event.kind)
+        if kind is None:
+            kind = self._kinds[event.kind] = array("q")
+        kind.append(index)
+        if events.num_packed_bytes - self._keyframe_bytes >= _BYTES_PER_KEYFRAME:
+            self._keyframe_bytes = events.num_packed_bytes
             self._keyframes.append(head.copy())
             self._keyframe_at.append(head.index)
 
@@ -82,7 +70,7 @@ class Replay:
     @property
     def num_steps(self) -> int:
         """Finished calls of `schedule()`, empty ones included."""
-        return len(self._steps)
+        return len(self._kinds.get(StepScheduled.kind, ()))
 
     def indexes(self, kind: str) -> array[int]:
         """Where the events of a kind stand (a copy; empty for a kind that never came)."""
@@ -93,15 +81,22 @@ class Replay:
 
         Raises IndexError for a step that the recording does not have.
         """
-        if step == 0:
-            return self._before_steps
-        if not 0 < step <= len(self._steps):
-            raise IndexError(f"step {step} is not in the recording; it has steps 0 to {len(self._steps)}")
-        return self._steps[step - 1] + 1
+        if not 0 <= step <= self.num_steps:
+            raise IndexError(f"step {step} is not in the recording; it has steps 0 to {self.num_steps}")
+        return self._kinds[StepScheduled.kind][step - 1] + 1 if step else self._index_before_steps()
+
+    def _index_before_steps(self) -> int:
+        """Events before the first call of `schedule()` had begun."""
+        if self._before_steps is None:
+            first = next((i for i, event in enumerate(self.events) if event.step), None)
+            if first is None:
+                return len(self)
+            self._before_steps = first
+        return self._before_steps
 
     def step_at(self, index: int) -> int:
         """The last step that was decided within the first `index` events."""
-        return bisect_right(self._steps, index - 1)
+        return bisect_right(self._kinds.get(StepScheduled.kind, ()), index - 1)
 
     def state_at(self, index: int) -> State:
         """The state after the first `index` events, that is, before event `index`; `len(self)` is the end.
@@ -120,12 +115,3 @@ class Replay:
     def state_at_step(self, step: int) -> State:
         """The state after call `step` of `schedule()`. Raises IndexError for a step that is not there."""
         return self.state_at(self.index_of_step(step))
-
-
-_WORK: dict[str, Callable[[Any], int]] = {
-    "step_scheduled": lambda event: len(event.request_ids),
-    "step_delivered": lambda event: len(event.request_ids),
-    "blocks_allocated": lambda event: len(event.block_ids),
-    "blocks_freed": lambda event: len(event.front) + len(event.back),
-}
-"""What folding an event costs beyond `_BASE_WORK`, in units of one request's row."""
