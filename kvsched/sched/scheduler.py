@@ -52,9 +52,10 @@ class Scheduler:
     clock: seconds, to stamp events.
     cap_at_pool: end a request that outgrows the whole pool (finish reason "pool") instead of preempting it for
         ever; the engine sets it.
-    exact: keep blocks from lookups that stand in the prefix cache and were never filled, since the very step that was
-        to fill them lost its request to a preemption (PRIORITY). The reference finds them, and computes on what they
-        hold; so does the replay of recordings. The engine sets it.
+    exact: do what is right in two places where the reference, and so the replay of its recordings, does not; the
+        engine sets it. Blocks that stand in the prefix cache and were never filled, since the very step that was to
+        fill them lost its request to a preemption (PRIORITY), are kept from lookups. With nothing going on that could
+        free a block, a request that holds blocks and lacks slots is passed over, so that loads landed behind it go on.
     """
 
     def __init__(

@@ -165,9 +165,10 @@ def _lacking(s: Scheduler, request: Request, prefix: _Prefix, num_tokens: int) -
 
 def _is_at_a_standstill(s: Scheduler) -> bool:
     """Whether nothing goes on that could free a block. What then lacks slots lacks them for ever, and all that stands
-    behind it with a load that has landed waits for ever, too: here kvsched leaves the reference, which hangs. A load
-    retried after a failure no longer counts its own need against itself, nor that of others that hold nothing."""
-    return not (s.running or s.in_flight or s.awaiting_load or s.kept_for_save)
+    behind it with a load that has landed waits for ever, too: the reference hangs, and so does the bare scheduler,
+    which replays it; the engine's goes on. A load retried after a failure no longer counts its own need against
+    itself, nor that of others that hold nothing."""
+    return s.exact and not (s.running or s.in_flight or s.awaiting_load or s.kept_for_save)
 
 
 def _stands_in_the_way(s: Scheduler, request: Request, prefix: _Prefix, count: int) -> bool:
