@@ -176,6 +176,8 @@ def test_an_error_in_the_copy_thread_is_raised_and_wakes_who_waits():
     worker.start_loads([synchronous])
     with pytest.raises(ZeroDivisionError):
         worker.before_step(step(1, loads=(synchronous,)))
+    with pytest.raises(RuntimeError, match="broken medium"):
+        worker.close()  # nobody has polled since
     worker.close()
 
 

@@ -247,12 +247,12 @@ class TierConnector:
             first = min(request.block_ids.index(block) for block in block_ids)
             tracked.num_seen = min(tracked.num_seen, first)
 
-    def request_preempted(self, request: Request, block_ids: Sequence[int]) -> bool:  # noqa: ARG002
+    def request_preempted(self, request: Request, block_ids: Sequence[int]) -> bool:
         """Its computed blocks are copied out before the next step runs, which may overwrite them."""
         self._plan_save(self._tracked.pop(request.id), request.num_computed_tokens, final=False)
         return False
 
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:  # noqa: ARG002
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         """After a normal finish its blocks are kept until those not yet saved have been sent."""
         tracked = self._tracked.pop(request.id, None)
         if tracked is None or request.status not in _NORMAL_FINISH:

@@ -65,12 +65,12 @@ class Medium(Protocol):
 class _Copies:
     """How copies are ordered. On the CPU there is nothing to it: a copy is done when it returns."""
 
-    def snapshot_taken(self, data: Tensor) -> Any:  # noqa: ARG002
+    def snapshot_taken(self, data: Tensor) -> Any:
         """This point of the compute stream, at which `data` is complete; handed to `copying`."""
         return None
 
     @contextmanager
-    def copying(self, taken: Any = None) -> Iterator[None]:  # noqa: ARG002
+    def copying(self, taken: Any = None) -> Iterator[None]:
         """Copies of the copy thread, behind a snapshot if one is given; they have ended when this ends."""
         with torch.inference_mode():
             yield
@@ -132,15 +132,19 @@ class OffloadWorker:
 
     def poll(self) -> Transfers:
         """See `WorkerConnector`. Raises what went wrong in the copy thread."""
-        for message in self._medium.take_warnings():
-            warnings.warn(message, StoreWarning, stacklevel=2)
+        self._tell_trouble()
         with self._changed:
-            if self._error is not None:
-                raise RuntimeError(f"the copy thread failed: {self._error}") from self._error
             ended = Transfers(tuple(self._received), tuple(self._sent), frozenset(self._invalid))
             for told in (self._received, self._sent, self._invalid):
                 told.clear()
         return ended
+
+    def _tell_trouble(self) -> None:
+        for message in self._medium.take_warnings():
+            warnings.warn(message, StoreWarning, stacklevel=3)
+        error, self._error = self._error, None
+        if error is not None:
+            raise RuntimeError(f"the copy thread failed: {error}") from error
 
     def wait(self, request_id: str) -> None:
         """See `WorkerConnector`."""
@@ -150,7 +154,7 @@ class OffloadWorker:
             )
 
     def close(self) -> None:
-        """Cancel loads, finish saves, end the thread."""
+        """Cancel loads, finish saves, end the thread. Raises what went wrong in it and has not been told by `poll`."""
         with self._changed:
             self._closed = True
             for load in self._behind:
@@ -160,6 +164,7 @@ class OffloadWorker:
             self._changed.notify_all()
         self._thread.shutdown(wait=True)
         self._medium.close()
+        self._tell_trouble()
 
     # ---- called by the runner, in compute order
 
@@ -186,7 +191,7 @@ class OffloadWorker:
             both = self._filling.intersection(save.block_ids)
         assert not both, f"blocks {sorted(both)} of {save.request_id} are saved while a load fills them"
         self._room.acquire()
-        data = self._cache.read_blocks(save.block_ids)
+        data = torch.stack([self._cache.kv[block] for block in save.block_ids])  # needs no ids on the device: no wait
         taken = self._copies.snapshot_taken(data)
 
         def send() -> None:
@@ -225,7 +230,7 @@ class OffloadWorker:
         def run() -> None:
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - raised by the next `poll`
+            except Exception as error:
                 with self._changed:
                     self._error = self._error or error
                     self._changed.notify_all()
