@@ -22,12 +22,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from kvsched.config import SchedulerConfig
 from kvsched.connector.base import SchedulerConnector, WorkerConnector
 from kvsched.door import check_config, check_request
-from kvsched.faults import Abort, Fault, FaultNeverFired, FaultPlan, FaultWatch, HoldExecution, HoldResult, fault_to_dict
+from kvsched.faults import (
+    Abort,
+    Fault,
+    FaultNeverFired,
+    FaultPlan,
+    FaultWatch,
+    HoldExecution,
+    HoldResult,
+    fault_to_dict,
+)
 from kvsched.outputs import RequestOutput, TokenOutput
 from kvsched.request import Request, RequestRefused, SamplingParams
 from kvsched.runner.base import Gate, Runner
@@ -279,7 +289,12 @@ class Engine:
 
     def _encode(self, request_id: str, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            try:
+                return [index(token) for token in prompt]
+            except TypeError as error:
+                raise RequestRefused(
+                    f"request {request_id!r}: the prompt must be text or a sequence of token ids (whole numbers): {error}"
+                ) from error
         if self.tokenizer is None:
             raise RequestRefused(
                 f"request {request_id!r}: the prompt is text, but this engine has no tokenizer; give token ids"
@@ -309,7 +324,7 @@ class Engine:
         """
         self.ticks += 1
         outputs: list[TokenOutput] = []
-        if self._is_full():
+        while self._is_full():  # more than once where the depth was lowered
             if self._hold_oldest():
                 self._count_idle_turns(busy=not self._in_flight[0].is_gated)
                 return outputs
@@ -458,7 +473,7 @@ class Engine:
         """Add one request per prompt and yield tokens of all requests as they come, until these have ended.
 
         sampling: one for all, or one per prompt. request_ids: "r0", "r1", … if None.
-        Raises RequestRefused before anything runs if one of them is refused; none is queued then.
+        Raises RequestRefused before anything runs if one of them is refused; none stays queued then.
         """
         ids = self._add_all(prompts, sampling, priorities, request_ids)
         return self._stream_until_ended(set(ids))
@@ -522,7 +537,7 @@ class Engine:
             for request_id, prompt, params, rank in zip(ids, prompts, each, ranks, strict=True):
                 self.add_request(request_id, prompt, params, priority=rank)
                 added.append(request_id)
-        except RequestRefused:
+        except Exception:
             self.abort(*added)
             raise
         return ids
