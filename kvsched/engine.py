@@ -293,7 +293,7 @@ class Engine:
                 return [index(token) for token in prompt]
             except TypeError as error:
                 raise RequestRefused(
-                    f"request {request_id!r}: the prompt must be text or a sequence of token ids (whole numbers): {error}"
+                    f"request {request_id!r}: the prompt must be text or a sequence of token ids: {error}"
                 ) from error
         if self.tokenizer is None:
             raise RequestRefused(
@@ -445,8 +445,8 @@ class Engine:
         gates = "; ".join(f"step {fault.step} waits for {gate.name}" for fault, gate in self._gates) or "none"
         faults = ", ".join(str(fault) for fault, _ in self.watch.fired) or "none"
         raise EngineStuck(
-            f"nothing moved in {self._idle} turns, with {self.scheduler.kv.pool.num_free} blocks free; requests: {living}; "
-            f"held steps: {gates}; faults that came to pass: {faults}. Give a fault an end (until_step), hold for "
+            f"nothing moved in {self._idle} turns, with {self.scheduler.kv.pool.num_free} blocks free; requests: "
+            f"{living}; held steps: {gates}; faults that came to pass: {faults}. Give a fault an end (until_step), hold for "
             f"something that can happen, or abort the requests"
         )
 
@@ -581,7 +581,7 @@ class Engine:
         """One more fault, from now on. Raises FaultError if it makes no sense, ValueError if this engine, made
         without events, cannot carry it out."""
         if isinstance(fault, HoldExecution) and self.scheduler.emit is None:
-            raise ValueError("hold_execution waits for an event, but this engine records none; make it with record=True")
+            raise ValueError("hold_execution waits for an event, but this engine has none; make it with record=True")
         self.watch.add(fault)
         if self.watch.fails_slots:
             self.scheduler.slots_fault = self._slots_fault
