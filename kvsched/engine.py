@@ -446,8 +446,8 @@ class Engine:
         faults = ", ".join(str(fault) for fault, _ in self.watch.fired) or "none"
         raise EngineStuck(
             f"nothing moved in {self._idle} turns, with {self.scheduler.kv.pool.num_free} blocks free; requests: "
-            f"{living}; held steps: {gates}; faults that came to pass: {faults}. Give a fault an end (until_step), hold for "
-            f"something that can happen, or abort the requests"
+            f"{living}; held steps: {gates}; faults that came to pass: {faults}. Give a fault an end (until_step), "
+            f"hold for something that can happen, or abort the requests"
         )
 
     def _check_side_steps(self) -> None:
