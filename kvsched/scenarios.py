@@ -102,7 +102,7 @@ def stale_write_race(
         num_blocks=40,
         block_size=_BLOCK_SIZE,
         max_model_len=512,
-        max_num_batched_tokens=16 * _BLOCK_SIZE,
+        max_num_batched_tokens=11 * _BLOCK_SIZE,
         enable_prefix_caching=False,
         defer_block_free=fence,
         max_in_flight=2,

@@ -14,6 +14,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from kvsched import invariants
 from kvsched.config import SchedulerConfig
@@ -134,7 +135,7 @@ def check_rest(engine: Engine, tier: Any) -> None:
     assert [str(violation) for violation in invariants.check_all(engine.events, every=5)] == []
 
 
-def one_run(seed: int) -> Counter[str]:
+def one_run(seed: int, device: str = "cpu") -> Counter[str]:
     draw = random.Random(seed)
     config = draw_config(draw)
     arrivals = draw_arrivals(draw)
@@ -143,7 +144,7 @@ def one_run(seed: int) -> Counter[str]:
     landing = None if live else draw.choice((config.max_in_flight - 1, 0))
     reset_at = draw.randrange(10, 80) if draw.random() < 0.2 else None
     runner = create_runner(
-        loaded(MODEL), device="cpu", num_blocks=config.num_blocks, block_size=config.block_size,
+        loaded(MODEL), device=device, num_blocks=config.num_blocks, block_size=config.block_size,
         max_model_len=config.max_model_len,
     )  # fmt: skip
     runner.cache.poison()
@@ -170,6 +171,15 @@ def test_tokens_are_exact_whatever_happens_to_blocks():
     # What is promised was really tried.
     for kind in ("load_landed", "load_failed", "save_sent", "blocks_kept", "preempted", "damaged"):
         assert counts[kind] >= 4, kind
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(8))
+def test_tokens_are_exact_on_a_gpu(seed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FaultNeverFired)
+        assert one_run(seed, "cuda")["step_delivered"] > 0
 
 
 SMALL_PLAN = (

@@ -13,6 +13,7 @@ With two steps in flight, fence off (times run down; r1's chunk is step n):
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvsched import invariants
 from kvsched.runner.models import DEFAULT_MODEL
@@ -50,6 +51,16 @@ def test_with_the_fence_the_same_script_gives_the_exact_tokens(name):
     race = run(name, fence=True)
     assert list(race.got) == list(race.expected) == reference(name, reader_prompt(race), 8)
     assert (race.first_wrong, race.blocks) == (None, ())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_race_and_its_cure_on_a_gpu():
+    off, on = (stale_write_race(fence=fence, model=loaded(TINY[0]), device="cuda") for fence in (False, True))
+    assert off.first_wrong is not None
+    assert off.blocks
+    assert on.first_wrong is None
+    assert not on.blocks
 
 
 def test_the_invariant_names_block_step_and_both_requests():

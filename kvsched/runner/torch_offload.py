@@ -230,7 +230,7 @@ class OffloadWorker:
         def run() -> None:
             try:
                 job()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - raised by the next `poll`
                 with self._changed:
                     self._error = self._error or error
                     self._changed.notify_all()
