@@ -130,12 +130,16 @@ def check_fault(fault: Fault) -> None:
     for f in fields(fault):
         value = getattr(fault, f.name)
         least = _LEAST.get(f.name)
-        if least is not None and not (value is None and f.name == "until_step"):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise FaultError(f"{fault.kind}: {f.name} is {value!r}; it must be a whole number from {least} on")
+        may_lack = f.name == "until_step" and value is None
+        if least is not None and not may_lack and (type(value) is not int or value < least):
+            raise FaultError(f"{fault.kind}: {f.name} is {value!r}; it must be a whole number from {least} on")
         if f.name == "request" and not isinstance(value, str):
             raise FaultError(f"{fault.kind}: request is {value!r}; give a request's id")
+    if isinstance(fault, FailRequest) and fault.until_step is not None and fault.until_step < fault.step:
+        raise FaultError(f"fail_request: until_step is {fault.until_step}, before step {fault.step}; it comes last")
     if isinstance(fault, HoldExecution):
+        if not isinstance(fault.where, Mapping):
+            raise FaultError(f"hold_execution: where is {fault.where!r}; give field names and values of the event")
         event_type = EVENT_TYPES.get(fault.until)
         if event_type is None:
             raise FaultError(f"hold_execution: until is {fault.until!r}; name an event: {', '.join(EVENT_TYPES)}")
@@ -167,7 +171,16 @@ class FaultPlan:
         """The inverse of `to_dict`."""
         if data.get("version") != VERSION:
             raise FaultError(f"plan has version {data.get('version')!r}; this kvsched reads version {VERSION}")
-        return FaultPlan(tuple(fault_from_dict(fault) for fault in data.get("faults", ())))
+        unknown = sorted(set(data) - {"version", "faults"})
+        if unknown:
+            raise FaultError(f"plan has an unknown entry {', '.join(unknown)}; it holds 'version' and 'faults'")
+        faults = data.get("faults")
+        if not isinstance(faults, list):
+            raise FaultError(f"plan: 'faults' is {faults!r}; give a list of faults")
+        for fault in faults:
+            if not isinstance(fault, Mapping):
+                raise FaultError(f"plan: {fault!r} is no fault; give an object with 'kind' and the kind's fields")
+        return FaultPlan(tuple(fault_from_dict(fault) for fault in faults))
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
