@@ -190,8 +190,8 @@ def _take_over(engine: Engine, events: Sequence[Event]) -> ReplayRunner:
 def _make(run: Run, settings: SchedulerConfig) -> Engine:
     if run.remake is None:
         raise ForkError(
-            "this engine cannot be made anew from itself; give the session a function that makes one: "
-            "Session(engine, remake=lambda config: Engine(config, …))"
+            "this engine cannot be made anew by itself; make the session with Session.model(…), or give it a function "
+            "that makes such engines: Session(engine, remake=lambda config: Engine(config, …))"
         )
     engine = run.remake(settings)
     if run.engine is not None:

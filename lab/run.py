@@ -165,16 +165,8 @@ class Run:
         return result
 
     def turn(self) -> Any:
-        """One turn of the engine, after the inputs that are due.
-
-        Where the depth was lowered more steps may be in flight than it allows: their outputs are processed first.
-        """
+        """One turn of the engine, after the inputs that are due."""
         self.give_due()
-        engine = self.engine
-        assert engine is not None
-        if engine.num_in_flight > engine.config.max_in_flight:
-            while engine.num_in_flight >= engine.config.max_in_flight:
-                self.do("deliver")
         return self.do("turn")
 
     def give_due(self) -> None:

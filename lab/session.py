@@ -369,7 +369,7 @@ class Session(Look):
         """
         args = {
             "request": request_id,
-            "prompt": prompt if isinstance(prompt, str) else tuple(int(token) for token in prompt),
+            "prompt": prompt if isinstance(prompt, str) else tuple(prompt),
             "sampling": (sampling or SamplingParams()).to_dict(),
             "priority": priority,
             "arrival_time": arrival_time,
