@@ -161,6 +161,26 @@ def test_where_the_browser_goes_the_kernel_goes_and_says_nothing(session, wire):
     assert (wire.hub.request, wire.hub.block) == ("r1", 3)
 
 
+def test_half_a_step_back_at_the_end_is_left_alone(session, wire):
+    """The browser looks at the moment at which the last step is decided; the session is at that step all the same."""
+    session.step(4)
+    session.deliver()
+    last = len(wire.hub.packer.frames) - 1
+    assert wire.hub.packer.frames[last].step == wire.hub.packer.frames[last - 1].step
+    assert wire.ask(do="look", position=last - 1, request="", block=-1) == []
+    assert wire.hub.frame == last - 1
+    wire.hub.push()
+    assert wire.hub.frame == last - 1
+
+
+def test_the_kernel_knows_where_the_browser_is_when_it_goes_along_by_itself(session, wire):
+    session.step(3)
+    assert wire.hub.frame == len(wire.hub.packer.frames) - 1
+    before = len(wire.hub.packer.frames)
+    wire.ask(do="step")
+    assert wire.hub.frame == before
+
+
 def test_a_step_asked_for_by_the_browser_does_not_move_it(session, wire):
     """It goes to the first new moment by itself."""
     answers = wire.ask(do="step")

@@ -54,6 +54,7 @@ class Commands:
             raise CommandRefused(f"there is no moment {frame}; the history has {len(hub.packer.frames)}")
         hub.frame, hub.request, hub.block = frame, _text(message, "request"), _number(message, "block")
         if source.mode != "running" and source.position != hub.step:
+            hub.followed = hub.step
             source.seek(hub.step)
 
     def _explain(self, source: HistorySource, message: Mapping[str, Any]) -> None:

@@ -31,7 +31,8 @@ MESSAGES_PER_SECOND = 20
 class Hub(LabWidget):
     """Shows nothing itself; every view of a history refers to one.
 
-    source: the session. Raises TraceError for events that cannot be folded.
+    source: the session. frame, request, block: what the browser looks at; followed: the step at which the source was
+    when we looked last. Raises TraceError for events that cannot be folded.
     """
 
     _esm = script("hub")
@@ -44,6 +45,7 @@ class Hub(LabWidget):
         self.frame = 0
         self.request = ""
         self.block = -1
+        self.followed = 0
         self._commands = Commands(self)
         self._busy_command = ""
         self._last_status: dict[str, Any] = {}
@@ -73,6 +75,7 @@ class Hub(LabWidget):
             return
         self.source = None
         self._unsubscribe()
+        self._unsubscribe = _nothing  # the other one holds the source
         self._throttle.close()
         super().close()
 
@@ -108,19 +111,27 @@ class Hub(LabWidget):
                 self._begin(source)
                 self.resend()
                 return
-            offset = len(self.packer.data)
-            piece = self._take_events(source)
             before = self._last_status
             self._last_status = self.status()
-            message: dict[str, Any] = {"kind": "append", "generation": self.generation, "offset": offset}
+            message: dict[str, Any] = {"kind": "append", "generation": self.generation, "offset": len(self.packer.data)}
+            piece = self._grow(source)
             if self._last_status != before:
                 message["status"] = self._last_status
-            if self._busy_command != "step" and self._follow(source):
+            if self._follow(source):
                 message["position"] = self.frame
             if tails := self.tails.take(source.decode):
                 message["tails"] = tails
             if piece or len(message) > 3:
                 self.send(message, [piece])
+
+    def _grow(self, source: HistorySource) -> bytes:
+        """Take what is new. Who looks at the end goes with it: the browser does so by itself, as we do here."""
+        num_before = len(self.packer.frames)
+        was_at_end = self.frame == num_before - 1
+        piece = self._take_events(source)
+        if was_at_end and len(self.packer.frames) > num_before:
+            self.frame = num_before if self._busy_command == "step" else len(self.packer.frames) - 1
+        return piece
 
     def _take_events(self, source: HistorySource) -> bytes:
         new = source.events[self.packer.num_events :]
@@ -134,7 +145,8 @@ class Hub(LabWidget):
             self.tails = TokenTails()
             self.generation = source.generation
             self._take_events(source)
-            self.frame = self._frame_of(source.position)
+            self.followed = source.position
+            self.frame = self.packer.frame_of_step(source.position)
             self._last_status = self.status()
             self.tails.take(source.decode)
 
@@ -143,16 +155,14 @@ class Hub(LabWidget):
         self.send_state(["opening", "packed"])
 
     def _follow(self, source: HistorySource) -> bool:
-        """Go where the source is. Returns whether that is elsewhere than the browser knows."""
-        is_new_end = source.position == self.packer.frames[-1].step and self.frame != len(self.packer.frames) - 1
-        if self.step == source.position and not is_new_end:
+        """Go where the source has gone since we looked last. Returns whether the browser has to be told."""
+        if source.position == self.followed:
             return False
-        self.frame = self._frame_of(source.position)
+        self.followed = source.position
+        if self.step == source.position:
+            return False
+        self.frame = self.packer.frame_of_step(source.position)
         return True
-
-    def _frame_of(self, step: int) -> int:
-        """The moment at which a step is decided; of the newest step the last moment, and so for a step without one."""
-        return self.packer.frame_of_step(step)
 
     # ---- what the browser asks
 
@@ -171,6 +181,10 @@ class Hub(LabWidget):
             self.send({"kind": "refused", "do": name, "text": str(error)})
         finally:
             self._busy_command = ""
+
+
+def _nothing() -> None:
+    """What is left to end after the end."""
 
 
 def _weakly(hub: Hub, method: Callable[..., None]) -> Callable[..., None]:

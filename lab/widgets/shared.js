@@ -71,18 +71,31 @@ async function openStore(model, host) {
 
 // ---- colours, light and dark
 
-/** Colours of the page's theme, read anew when the theme changes. */
+const SETTLED_MS = 250;
+
+/** Colours of the page's theme, read anew when the theme changes: a hidden element has a transition on them, whose
+    events tell of any change, whatever caused it (a swap of style sheets ends some with "cancel"). While sheets are
+    being swapped the layout can be anything, so that it is done once more when all is quiet. */
 class Theme {
   constructor(root, onChange, signal) {
     this.root = root;
     this.probe = el("span", { class: "lab-probe", "aria-hidden": "true" });
     root.append(this.probe);
     this.read();
-    const changed = () => {
+    const again = () => {
       this.read();
       onChange();
     };
-    this.probe.addEventListener("transitionend", changed, { signal });
+    let timer = 0;
+    const changed = () => {
+      again();
+      clearTimeout(timer);
+      timer = setTimeout(again, SETTLED_MS);
+    };
+    signal.addEventListener("abort", () => clearTimeout(timer));
+    for (const event of ["transitionrun", "transitionend", "transitioncancel"]) {
+      this.probe.addEventListener(event, changed, { signal });
+    }
   }
   read() {
     const style = getComputedStyle(this.root);

@@ -56,7 +56,7 @@ function setSlider(canvas, store, text) {
 
 function makeButtons(store, signal) {
   const button = (sign, title, click) => {
-    const made = el("button", { "aria-label": title, title, on: { click } }, icon(sign), el("span"));
+    const made = el("button", { "aria-label": title, title, on: { click } }, ...(sign ? [icon(sign), el("span")] : []));
     takeKeys(made, store);
     // Space presses a button that has the focus, as everywhere; it does not play.
     made.addEventListener("keydown", (event) => event.key === " " && event.stopImmediatePropagation(), true);
@@ -74,14 +74,17 @@ function makeButtons(store, signal) {
   const next = button("next", "step: on by one moment (→), a step with Shift", (event) =>
     event.shiftKey ? store.byStep(1) : store.forward());
   const last = button("last", "last moment (End)", () => store.moveTo(store.lastFrame));
+  const run = button("", "run to the next breakpoint, or the end", () => store.command("run"));
+  run.append("run");
   next.classList.add("lab-primary");
   return {
     element: el("div", { class: "lab-buttons", role: "group", "aria-label": "move through the history" },
-      first, back, next, last, play, speed),
+      first, back, next, last, play, speed, run),
     show() {
       first.disabled = back.disabled = store.position === 0;
       next.disabled = store.atEnd && !store.status.can_step;
       last.disabled = store.atEnd;
+      run.hidden = !store.status.can_step;
       setIcon(play.firstChild, store.playing ? "stop" : "play");
       play.setAttribute("aria-pressed", String(store.playing));
       setText(next.lastChild, store.atEnd && store.status.can_step ? " step" : "");
