@@ -106,10 +106,11 @@ class BlockPool:
         for block in table:
             if block == NULL_BLOCK or refs[block] < 1:
                 raise BlockStateError(f"block {block} is freed, but nobody holds it (freed twice?)")
+        if len(set(table)) != len(table):
+            raise BlockStateError(f"blocks {list(table)} are freed, one of them twice")
         for block in reversed(table):
             refs[block] -= 1
             if refs[block]:
-                assert refs[block] > 0, f"block {block} stands twice in one table"
                 shared.append(block)
             else:
                 (front if self.hashes[block] is None else back).append(block)
