@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lab.picture import snapshot as snapshot
     from lab.scenario import ScenarioError as ScenarioError
     from lab.session import Session as Session
-    from lab.session import Stop as Stop
+    from lab.walk import Stop as Stop
     from lab.widgets.show import show as show
     from lab.widgets.views import BlockMap as BlockMap
     from lab.widgets.views import FenceTimeline as FenceTimeline
@@ -44,7 +44,7 @@ _HOME = {
     "ScenarioError": "lab.scenario",
     "Session": "lab.session",
     "SessionError": "lab.look",
-    "Stop": "lab.session",
+    "Stop": "lab.walk",
     "Transport": "lab.widgets.views",
     "WhyPanel": "lab.widgets.views",
     "compare": "lab.comparison",

@@ -81,11 +81,19 @@ def fork(run: Run, step: int, changes: Changes) -> Run:
     """
     if not 0 <= step <= run.num_steps + 1:
         raise ForkError(f"step {step} cannot be decided anew; this history can fork at steps 0 to {run.num_steps + 1}")
-    commands = run.commands
-    cut = run.num_before(step)
-    before = run.events_before(cut)
-    seen = run.replay.events[: run.end_of_step(step - 1)] if step else before
+    seen = run.replay.events[: run.end_of_step(step - 1)] if step else []
     engine = _make(run, _settings(run, step, changes))
+    try:
+        return _replayed(run, step, changes, engine, seen)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _replayed(run: Run, step: int, changes: Changes, engine: Engine, seen: Sequence[Event]) -> Run:
+    """The old run done again on a fresh engine, up to the step, and then the change. seen: what happened before it."""
+    commands, cut = run.commands, run.num_before(step)
+    before = run.events_before(cut)
     runner = _take_over(engine, seen) if _tokens_are_told(run, engine) else None
     kept = _Kept(run, step) if changes.drop_faults else None
     for fault in run.first_faults if kept is None else kept.of(run.first_faults):

@@ -17,7 +17,6 @@ from kvsched.faults import Abort, FailCall, FailRequest, FaultError, FaultPlan, 
 from kvsched.request import RequestRefused, SamplingParams
 from kvsched.runner.synthetic import SyntheticRunner
 from kvsched.trace.replay import Replay
-from kvsched.trace.writer import write_trace
 from lab.look import SessionError
 from lab.session import Session
 from tests.house import ROOT
@@ -364,7 +363,7 @@ def test_tables_and_texts_are_the_same_in_every_run():
 def test_a_recording_can_be_looked_at_and_not_changed(tmp_path):
     events = crowd().events[:]
     path = tmp_path / "run.jsonl.gz"
-    write_trace(path, events)
+    crowd().save_trace(path)
     session = Session(path)
     assert session.mode == "recording"
     assert session.position == session.num_steps == events[-1].step
