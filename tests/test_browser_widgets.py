@@ -1,4 +1,4 @@
-"""The widgets in a real JupyterLab: they draw, follow, take keys, survive restarts, stay quick, and leave nothing behind."""
+"""The widgets in a real JupyterLab: they draw, follow, take keys, survive restarts and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_each_widget_draws(open_notebook):
             canvas.wait_for()
             lab.page.wait_for_timeout(150)
             before[kind] = digest(canvas)
-            assert before[kind]["colours"] > (1 if kind == "Queues" else 3), f"{kind} is blank"
+            assert before[kind]["sum"] != 0, f"{kind} is blank"
+            assert kind == "Queues" or before[kind]["colours"] > 3, f"{kind} is blank"
     assert lab.cell(5).get_by_role("button", name="Inject").is_enabled()
     lab.wait_for("document.querySelector('.lab-why li')")
     assert lab.cell(6).locator("li").first.inner_text().startswith("Step 6")
@@ -246,13 +247,13 @@ def test_a_change_in_the_past_forks_and_a_bad_one_is_explained(open_notebook):
     lab.assert_clean()
 
 
+AGAIN = "session = c01()\nsession.step(2)\nengines.append(weakref.ref(session.engine))\nlab.show(session)"
 COUNTS = "(len(ipywidgets.widget._instances), len(comm.get_comm_manager().comms), threading.active_count())"
 
 
 def test_running_again_and_restarting_leave_a_working_page(open_notebook):
     """Case C56: six runs of a cell cost what one does. Then the kernel restarts, and all runs again."""
-    show = "import comm\nsession = c01()\nsession.step(2)\nengines.append(weakref.ref(session.engine))\nlab.show(session)"
-    lab = open_notebook([SETUP + "engines = []", show])
+    lab = open_notebook([SETUP + "import comm\nengines = []", AGAIN])
     lab.run_all()
     see(lab)
     first, text = lab.kernel_eval(COUNTS), headline_of(lab)
@@ -282,12 +283,12 @@ def test_it_fits_the_screen_in_both_themes(open_notebook, size):
     see(lab)
     box = lab.page.locator(".lab-show").bounding_box()
     panel = lab.page.locator(".jp-NotebookPanel-notebook").bounding_box()
-    print(f"the lab is {box['width']:.0f} x {box['height']:.0f}, the notebook's panel {panel['width']:.0f} x {panel['height']:.0f}")
+    for name, of in (("lab", box), ("notebook's panel", panel)):
+        print(f"the {name} is {of['width']:.0f} x {of['height']:.0f} pixels")
     if size[0] > 1000:
         assert box["y"] >= panel["y"]
         assert box["y"] + box["height"] <= panel["y"] + panel["height"]
-    overflow = lab.page.evaluate("() => { const e = document.querySelector('.lab-show'); return e.scrollWidth - e.clientWidth; }")
-    assert overflow <= 0
+    assert lab.page.locator(".lab-show").evaluate("lab => lab.scrollWidth - lab.clientWidth") <= 0
     light = digest(lab.page.locator(CANVAS["BlockMap"]).first)
     lab.screenshot(f"lab-{size[0]}-light")
     lab.set_theme("dark")
@@ -298,7 +299,7 @@ def test_it_fits_the_screen_in_both_themes(open_notebook, size):
 
 
 def test_scrubbing_through_ten_thousand_blocks_and_two_thousand_steps(open_notebook):
-    """Measured and printed: what is sent, how long a frame takes. Only the bytes are asserted: time is the machine's."""
+    """Measured and printed: what is sent, how long a frame takes. Only the bytes are asserted."""
     lab = open_notebook([SETUP + "session = large()", "lab.show(session)"])
     lab.run_all(timeout=240)
     see(lab)
@@ -339,11 +340,12 @@ for i in range(40):
     see(lab)
     lab.page.get_by_role("button", name="Run", exact=True).click()
     lab.page.wait_for_timeout(2500)
-    counted = store(lab, "({ n: store.messages.length, span: (store.messages.at(-1) - store.messages[0]) / 1000 })")
-    rate = (counted["n"] - 1) / counted["span"]
+    messages = store(lab, "store.messages")
+    span = (messages[-1] - messages[0]) / 1000
+    rate = (len(messages) - 1) / span
     print(f"live: {rate:.1f} messages a second, {store(lab, 'store.history.lastStep')} steps")
-    assert counted["span"] > 1
-    assert rate <= 22, "the commands' own answers are within this"
+    assert span > 1
+    assert rate <= 22, "20 from the session, and the answers to commands"
     assert lab.kernel_eval("1 + 1") == "2"
     assert lab.page.locator(".lab-stream:visible").count() > 0
     lab.screenshot("lab-live")
@@ -353,7 +355,7 @@ for i in range(40):
     time.sleep(0.3)
     assert int(lab.kernel_eval("session.num_steps")) == stopped == store(lab, "store.history.lastStep")
     lab.page.get_by_role("button", name="Abort all").click()
-    lab.wait_for(f"{STORE}.history.rowsOf({STORE}.lastFrame).length && !document.querySelector('.lab-live-controls button:last-child:enabled')")
+    lab.wait_for("!document.querySelector('.lab-live-controls button:last-child:enabled')")
     assert lab.kernel_eval("session.state.num_running + session.state.num_waiting") == "0"
     lab.assert_clean()
 

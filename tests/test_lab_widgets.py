@@ -314,7 +314,8 @@ def test_closing_lets_the_session_go(session):
     panel.close()
     panel.close()
     assert session._callbacks == []
-    assert all(widget.comm is None and widget.layout.comm is None for widget in (panel, panel.of, *panel.views.values()))
+    widgets = [panel, panel.of, *panel.views.values()]
+    assert all(widget.comm is None and widget.layout.comm is None for widget in widgets)
     assert panel.of.source is None
 
 

@@ -28,9 +28,10 @@ async function render({ model, el: root, host, signal }) {
   store.on("history", () => settings.read(), signal);
   settings.read();
   store.view(() => {
-    const able = store.status.can_step;
-    setText(aside, !able ? "a recording cannot be changed" : store.atEnd
-      ? "takes effect from the next step on" : `a change here, after step ${store.step}, forks the run`);
+    const { mode } = store.status, able = mode !== "recording";
+    const forks = mode === "stepping" && store.step < store.history.lastStep;
+    setText(aside, !able ? "a recording cannot be changed"
+      : forks ? `a change here, after step ${store.step}, forks the run` : "takes effect from the next step on");
     for (const control of root.querySelectorAll("select, input, button")) control.disabled = !able;
     faults.suggest();
   }, signal);

@@ -1,7 +1,7 @@
 // Live: a run that goes on by itself. Tokens as they stream, rates, and the buttons that stop it at once.
 
 const RATE_WINDOW_US = 2e6;
-const MOST_STREAMS = 6;
+const MOST_STREAMS = 5;
 const TREND_POINTS = 240;
 
 async function render({ model, el: root, host, signal }) {
@@ -20,9 +20,9 @@ async function render({ model, el: root, host, signal }) {
     const { history, position } = store, mode = store.status.mode;
     setText(state, mode === "running" ? "running; pause to look closer" : mode === "stepping" ? "paused: step, go back, or break something" : "a recording");
     controls.show();
-    trends[0].show(theme, rateSeries(history, position), (value) => `${value.toFixed(value < 10 ? 1 : 0)}`);
-    trends[1].show(theme, seriesOf(position, (f) => history.frames.free.at(f)), (value) => value.toLocaleString("en"));
-    trends[2].show(theme, preemptionSeries(history, position), (value) => value.toLocaleString("en"));
+    trends[0].show(theme, rateSeries(history, position), (value) => (value < 10 ? value.toFixed(1) : counted(Math.round(value))));
+    trends[1].show(theme, seriesOf(position, (f) => history.frames.free.at(f)), counted);
+    trends[2].show(theme, preemptionSeries(history, position), counted);
     showStreams(streams, rows, theme, store, columns);
   }, signal);
 }
@@ -145,8 +145,8 @@ class Stream {
     this.store = store;
     this.swatch = el("canvas", { class: "lab-swatch", width: 24, height: 24, "aria-hidden": "true" });
     this.name = el("b");
-    this.text = el("span", { class: "lab-stream-text" });
-    this.element = el("div", { class: "lab-stream" }, this.swatch, this.name, this.text);
+    this.text = el("span");
+    this.element = el("div", { class: "lab-stream" }, this.swatch, this.name, el("span", { class: "lab-stream-text" }, this.text));
     this.element.addEventListener("click", () => store.select({ request: store.request === this.request ? -1 : this.request }));
     parent.append(this.element);
   }

@@ -258,25 +258,35 @@ function stepHas(history, step, wanted) {
   return found;
 }
 
-/** Stretches between two advances, each with the number the fence stands at. */
+/** Stretches between two advances, each with the number the fence stands at, where there is room for it. */
 function paintFence(ctx, line) {
   const { theme, tracks, derived, store } = line, { processed, fenced } = store.history.frames;
-  ctx.font = `10px ${theme.font}`;
-  ctx.textAlign = "left";
   const start = Math.max(0, Math.floor(line.from)), end = Math.min(derived.numFrames, Math.ceil(line.to));
+  const light = mix(theme.accent, theme.paper, 0.8), height = FENCE_TRACK - 4, labels = [];
   for (let f = start; f < end; ) {
     let next = f + 1;
     while (next < end && processed.at(next) === processed.at(f)) next++;
-    const x = line.x(f), width = line.x(next) - x;
+    const x = line.x(f);
     if (fenced.at(next - 1)) {
-      ctx.fillStyle = mix(theme.accent, theme.paper, 0.8);
-      ctx.fillRect(x, tracks.fence, width - 1, FENCE_TRACK - 4);
+      ctx.fillStyle = light;
+      ctx.fillRect(x, tracks.fence, line.x(next) - x - 1, height);
       ctx.fillStyle = theme.accent;
-      ctx.fillRect(x, tracks.fence - 1, 2, FENCE_TRACK - 2);
-      ctx.fillStyle = theme.ink;
-      number(ctx, processed.at(f), x + 5, tracks.fence + (FENCE_TRACK - 4) / 2 + 0.5, width - 6);
+      ctx.fillRect(x, tracks.fence - 1, 2, height + 2);
+      labels.push([x + 5, String(processed.at(f))]);
     }
     f = next;
+  }
+  ctx.font = `10px ${theme.font}`;
+  ctx.textAlign = "left";
+  let free = GUTTER;
+  for (const [x, text] of labels) {
+    const width = ctx.measureText(text).width;
+    if (x < free) continue;
+    ctx.fillStyle = light;
+    ctx.fillRect(x - 2, tracks.fence, width + 3, height);
+    ctx.fillStyle = theme.ink;
+    ctx.fillText(text, x, tracks.fence + height / 2 + 0.5);
+    free = x + width + 14;
   }
 }
 

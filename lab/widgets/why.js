@@ -9,10 +9,12 @@ async function render({ model, el: root, host, signal }) {
   const list = el("ol", { class: "lab-sentences", tabindex: "0", "aria-label": "why each request got what it got" });
   root.append(el("div", { class: "lab-panel" }, el("div", { class: "lab-title" }, "Why", aside), list));
   takeKeys(list, store, { ArrowUp: () => (list.scrollTop -= 30), ArrowDown: () => (list.scrollTop += 30) });
-  let timer = 0, shown = null;
+  let timer = 0, shown = null, shownStep = -1;
   const show = () => {
     const lines = store.explanation();
     setText(aside, `step ${store.step}${lines ? "" : " …"}`);
+    list.setAttribute("aria-busy", String(!lines));
+    if (lines) shownStep = store.step;
     if (!lines || lines === shown) return;
     shown = lines;
     const sentences = lines.length ? lines : ["Nothing was decided here."];
@@ -20,6 +22,7 @@ async function render({ model, el: root, host, signal }) {
     list.scrollTop = 0;
   };
   store.view(() => {
+    list.setAttribute("aria-busy", String(shownStep !== store.step));
     clearTimeout(timer);
     timer = setTimeout(show, store.why.has(`${store.step}`) ? 0 : ASK_AFTER_MS);
   }, signal);
