@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvsched.config import ConfigError as ConfigError
     from kvsched.config import SchedulerConfig as SchedulerConfig
+    from kvsched.connector.disk import DiskTier as DiskTier
+    from kvsched.connector.host import HostTier as HostTier
     from kvsched.engine import ConnectorPair as ConnectorPair
     from kvsched.engine import Engine as Engine
     from kvsched.engine import EngineStuck as EngineStuck
@@ -38,9 +40,11 @@ _HOME = {
     "ConfigError": "kvsched.config",
     "ConnectorPair": "kvsched.engine",
     "CostModel": "kvsched.runner.synthetic",
+    "DiskTier": "kvsched.connector.disk",
     "Engine": "kvsched.engine",
     "EngineStuck": "kvsched.engine",
     "FaultPlan": "kvsched.faults",
+    "HostTier": "kvsched.connector.host",
     "Replay": "kvsched.trace.replay",
     "Request": "kvsched.request",
     "RequestOutput": "kvsched.outputs",
