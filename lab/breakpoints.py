@@ -30,11 +30,11 @@ from kvsched.trace.state import State
 
 class Moment(NamedTuple):
     """What a condition is asked about. event: what has just happened (None before the first); state: right after it
-    (to be looked at, not changed); index: how many events there have been."""
+    (to be looked at, not changed); num_events: how many there have been."""
 
     event: Event | None
     state: State
-    index: int
+    num_events: int
 
 
 class ConditionError(ValueError):

@@ -45,10 +45,10 @@ class _Sequence:
 
 
 class _Content(NamedTuple):
-    """What was written last in a block: block `index` of a sequence."""
+    """What was written last in a block: block number `number` of a sequence, from 0."""
 
     sequence: _Sequence
-    index: int
+    number: int
 
 
 class _Held:
@@ -93,7 +93,7 @@ class Mirror:
     def holds(self, block: int, sequence: _Sequence, index: int) -> bool:
         """Whether a block's content is that block of that sequence."""
         found = self.contents.get(block)
-        if found is None or found.index != index:
+        if found is None or found.number != index:
             return False
         if found.sequence is sequence:
             return True
@@ -110,9 +110,9 @@ class Mirror:
             content = self.contents.get(block)
             if content_hash is None or content is None:
                 continue
-            if content.sequence.hash_of(content.index, self.block_size) == content_hash:
+            if content.sequence.hash_of(content.number, self.block_size) == content_hash:
                 found[block] = content
-        return dict(sorted(found.items(), key=lambda item: item[1].index))
+        return dict(sorted(found.items(), key=lambda item: item[1].number))
 
 
 class _Wanted(NamedTuple):

@@ -16,10 +16,10 @@ from lab.breakpoints import Condition, Moment
 
 
 class Hit(NamedTuple):
-    """Where a condition held. index: of the event, in the run."""
+    """Where a condition held. at: index of the event in the run."""
 
     condition: Condition
-    index: int
+    at: int
 
 
 class Search:

@@ -211,9 +211,9 @@ class Walk(Look):
         if hit is None:
             return None
         replay = self._run.replay
-        if self._position and hit.index < replay.index_of_step(self._position):
+        if self._position and hit.at < replay.index_of_step(self._position):
             self._place(self._position, "decided")
-        return Stop("condition", self._position, hit.index, str(hit.condition), describe(replay.events[hit.index]))
+        return Stop("condition", self._position, hit.at, str(hit.condition), describe(replay.events[hit.at]))
 
     def _do(self, do: str, args: Mapping[str, Any] | None = None) -> None:
         try:

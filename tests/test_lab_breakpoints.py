@@ -19,7 +19,7 @@ def hits(text: str, events=EVENTS) -> list[int]:
     search = Search(Replay(events), 0, [Condition.of(text)])
     found = []
     while (hit := search.go_to(len(events))) is not None:
-        found.append(hit.index)
+        found.append(hit.at)
     return found
 
 
@@ -96,7 +96,7 @@ def test_not_binds_tighter_than_and_and_and_tighter_than_or():
 
 def test_a_function_is_asked_at_every_event():
     seen = []
-    condition = Condition.of(lambda moment: seen.append(moment.index))
+    condition = Condition.of(lambda moment: seen.append(moment.num_events))
     Search(Replay(EVENTS), 5, [condition]).go_to(9)
     assert seen == [6, 7, 8, 9]
 
