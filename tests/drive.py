@@ -63,6 +63,7 @@ class Drive:
         self.in_flight: deque[ScheduledStep] = deque()
         self.calls: list[ScheduledStep] = []
         self.requests: dict[str, Request] = {}
+        self._number: dict[str, int] = {}
         self.emitted: dict[str, list[int]] = {}
         self._token = token
 
@@ -71,7 +72,8 @@ class Drive:
     def add(self, request_id: str, prompt: int | list[int], max_tokens: int, **options: Any) -> Request:
         """Add a request. prompt: tokens, or their number. options: priority, stop_token_ids; arrival is the order of
         adding."""
-        base = 100_000 * (len(self.requests) + 1)
+        number = self._number[request_id] = len(self.requests) + 1
+        base = 100_000 * number
         tokens = prompt if isinstance(prompt, list) else [base + i for i in range(prompt)]
         sampling = SamplingParams(max_tokens=max_tokens)
         options = {"arrival_time": float(len(self.requests))} | options
@@ -118,7 +120,7 @@ class Drive:
         """The token sampled as number `index` (from 0) of a request's output."""
         if self._token is not None:
             return self._token(request_id, index)
-        return 1000 * (1 + list(self.requests).index(request_id)) + index
+        return 1000 * self._number[request_id] + index
 
     def turn(self) -> ScheduledStep:
         """One call, then what the driver processes after it."""

@@ -65,7 +65,7 @@ def compare(pool: BlockPool, model: Model) -> None:
     assert [pool.hashes[block] for block in range(NUM_BLOCKS)] == [model.hash_of(b) for b in range(NUM_BLOCKS)]
 
 
-@settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@settings(max_examples=100, derandomize=True, deadline=None, database=None)
 @given(st.data())
 def test_the_pool_does_what_the_model_does(data):
     pool, model = BlockPool(NUM_BLOCKS), Model()
