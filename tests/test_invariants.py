@@ -92,7 +92,7 @@ def _change(kind: type[Any], change: Callable[[State, Any], Any]) -> tuple[Viola
                 apply(after, changed)
                 return tuple(check(state, changed, after))
             apply(state, event)
-    raise AssertionError(f"no run has a {kind.kind} that can be changed so")
+    raise AssertionError(f"no run has a {kind.__name__} that can be changed so")
 
 
 def _last_free(state: State, e: ev.BlocksAllocated) -> Any:

@@ -106,6 +106,7 @@ class _Form(NamedTuple):
     reads: (position, converter) of the fields that are not the same in JSON.
     """
 
+    kind: str
     cls: type[Any]
     fields: tuple[_Field, ...]
     shapes: frozenset[tuple[type[Any], ...]]
@@ -113,13 +114,14 @@ class _Form(NamedTuple):
     reads: tuple[tuple[int, _Read], ...]
 
 
-def _form(cls: type[Any]) -> _Form:
+def _form(kind: str, cls: type[Any]) -> _Form:
     hints = get_type_hints(cls)
     for name in cls._fields:
-        assert hints[name] in _FIELDS, f"{cls.kind}.{name}: no plain form for {hints[name]}"
+        assert hints[name] in _FIELDS, f"{kind}.{name}: no plain form for {hints[name]}"
     fields = tuple(_FIELDS[hints[name]] for name in cls._fields)
     # Every event has a step and, the kind included, at least two keys: itemgetter gives a tuple.
     return _Form(
+        kind,
         cls,
         fields,
         frozenset(product((str,), *(field.types for field in fields))),
@@ -128,13 +130,14 @@ def _form(cls: type[Any]) -> _Form:
     )
 
 
-_FORMS: dict[str, _Form] = {kind: _form(cls) for kind, cls in EVENT_TYPES.items()}
+_FORMS: dict[str, _Form] = {kind: _form(kind, cls) for kind, cls in EVENT_TYPES.items()}
+_FORM_OF: dict[type[Any], _Form] = {form.cls: form for form in _FORMS.values()}
 
 
 def to_plain(event: Event) -> dict[str, Any]:
     """The event as JSON data: {"kind": …, "step": …, …}; tuples stand for lists."""
-    form = _FORMS[event.kind]
-    plain: dict[str, Any] = {"kind": event.kind}
+    form = _FORM_OF[type(event)]
+    plain: dict[str, Any] = {"kind": form.kind}
     for name, field, value in zip(form.cls._fields, form.fields, event, strict=True):
         plain[name] = value if field.write is None else field.write(value)
     return plain
@@ -171,21 +174,21 @@ def _from_plain_carefully(form: _Form, plain: dict[str, Any]) -> Event:
     cls = form.cls
     extra = sorted(set(plain) - {*cls._fields, "kind"})
     if extra:
-        raise TraceError(f"{cls.kind} has no field {', '.join(extra)}; it has {', '.join(cls._fields)}")
+        raise TraceError(f"{form.kind} has no field {', '.join(extra)}; it has {', '.join(cls._fields)}")
     values = []
     for name, field in zip(cls._fields, form.fields, strict=True):
         if name not in plain and name in cls._field_defaults:
             values.append(cls._field_defaults[name])
             continue
         if name not in plain:
-            raise TraceError(f"{cls.kind} lacks its field {name}")
+            raise TraceError(f"{form.kind} lacks its field {name}")
         value = plain[name]
         try:
             if type(value) not in field.types:
                 raise _MisfitError
             values.append(value if field.read is None else field.read(value))
         except _MisfitError:
-            raise TraceError(f"{cls.kind}.{name} must be {field.expected}, not {_short(value)}") from None
+            raise TraceError(f"{form.kind}.{name} must be {field.expected}, not {_short(value)}") from None
     event: Event = cls._make(values)
     return event
 
