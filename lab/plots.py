@@ -34,13 +34,14 @@ _SPANS = {
 def free_blocks(sources: Sources) -> go.Figure:
     """Free blocks, and blocks behind the fence, after each call of `schedule()`."""
     figure = _figure("Free blocks", "step", "blocks")
+    largest = 1
     for i, (name, events) in enumerate(_named(sources)):
         series = data.pool(events)
         figure.add_trace(_line(series.steps, series.free, _label(name, "free"), i, shape="hv"))
         if any(series.deferred):
             figure.add_trace(_line(series.steps, series.deferred, _label(name, "behind the fence"), i, 1, shape="hv"))
-        if i == 0:
-            figure.update_yaxes(range=[0, series.usable * 1.05 or 1])
+        largest = max(largest, series.usable)
+    figure.update_yaxes(range=[0, largest * 1.05])
     return figure
 
 

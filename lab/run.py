@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
+from functools import cached_property
 from threading import RLock
 from typing import Any
 
@@ -82,8 +83,10 @@ class Run:
     @property
     def config(self) -> SchedulerConfig:
         """The settings in force at the end."""
-        if self.engine is not None:
-            return self.engine.config
+        return self.engine.config if self.engine is not None else self._recorded_config
+
+    @cached_property
+    def _recorded_config(self) -> SchedulerConfig:
         return SchedulerConfig.from_dict(_own_settings(self.replay.state_at(len(self.replay)).config))
 
     @property
