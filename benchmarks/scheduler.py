@@ -79,7 +79,8 @@ class Side:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit(f"{self._process.args} died; run it by hand with this line on its input: {json.dumps(case)}")
+            line = json.dumps(case)
+            raise SystemExit(f"{self._process.args} died; run it by hand with this line on its input: {line}")
         result = json.loads(answer)
         return result["seconds"] / result["scheduled"] * 1e6
 
@@ -101,7 +102,8 @@ def main() -> None:
     theirs = Side("vllm", args.vllm_python) if args.vllm_python else None
     rows = []
     if not args.json:
-        print(f"{'CPU us per scheduled request':32}{'kvsched':>9}{'events':>9}{'vLLM':>9}{'ratio':>8}{'ratio, events':>15}")
+        titles = f"{'kvsched':>9}{'events':>9}{'vLLM':>9}{'ratio':>8}{'ratio, events':>15}"
+        print(f"{'CPU us per scheduled request':32}{titles}")
     for name, (is_async, depth) in MODES.items():
         cases = {f"{n} running": steady(n, is_async, depth) for n in args.sizes}
         cases["pool under pressure"] = pressure(is_async, depth)

@@ -44,6 +44,6 @@ def check_request(config: SchedulerConfig, request_id: str, prompt_token_ids: Se
     if num_tokens > config.num_usable_slots:
         needed = -(-num_tokens // config.block_size)
         raise RequestRefused(
-            f"request {request_id!r}: the prompt's {num_tokens} tokens need {needed} blocks of {config.block_size}, the "
-            f"pool has {config.num_usable_blocks} usable; raise num_blocks to at least {needed + 1}"
+            f"request {request_id!r}: the prompt's {num_tokens} tokens need {needed} blocks of {config.block_size}, "
+            f"the pool has {config.num_usable_blocks} usable; raise num_blocks to at least {needed + 1}"
         )

@@ -118,7 +118,7 @@ MARKS: dict[Row, tuple[str, str, str]] = {
 """The rows that are marked on the strip and stopped at with [ and ]: sign, name of one, name of many."""
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#882255")
-"""Colours of requests, which colour-blind eyes can tell apart (tested): Okabe and Ito's, with wine instead of yellow."""
+"""Colours of requests, which colour-blind eyes can tell apart (tested): Okabe and Ito's, wine instead of yellow."""
 
 PATTERNS = ("solid", "rising", "dots", "level", "cross")
 """Patterns of requests. Request i has colour i mod 7 and pattern i mod 5: 35 looks before one comes back."""

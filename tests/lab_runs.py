@@ -14,7 +14,7 @@ from tests.lab_scenes import busy
 
 
 def crowd(**settings: Any) -> Session:
-    """Eight requests, twelve blocks, three steps in flight: preemptions, guard stops, deferred frees; run to its end."""
+    """Eight requests, twelve blocks, three steps in flight: preemptions, guard stops, deferred frees; run to an end."""
     session = busy(8, **{"max_in_flight": 3, "max_num_seqs": 3, "reserve_full_isl": False} | settings)
     session.run()
     return session

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvsched.conformance.frozen import Outcome, Row, recorded_rows, run as run_row
+from kvsched.conformance.frozen import Outcome, Row, recorded_rows
+from kvsched.conformance.frozen import run as run_row
 from kvsched.conformance.replay import Difference, RecordingError, find_recordings, first_difference, load_recording
 
 _SHIFTED = ("blocks", "depth", "mode", "output_len", "guard", "fence")

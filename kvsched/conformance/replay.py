@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,8 +150,9 @@ class Replay:
         joined = {data.id: data for data in step.new_requests}
         blocks = {i: list(step.new_block_ids.get(i, ())) for i in step.request_ids}
         blocks.update({i: list(data.block_ids) for i, data in joined.items()})
+        counts = zip(step.request_ids, step.num_scheduled_tokens, strict=True)
         return {
-            "num_scheduled_tokens": [list(row) for row in zip(step.request_ids, step.num_scheduled_tokens, strict=True)],
+            "num_scheduled_tokens": [list(row) for row in counts],
             "new_block_ids": blocks,
             "new": [i for i, data in joined.items() if not data.resumed],
             "resumed": sorted(i for i, data in joined.items() if data.resumed),

@@ -1,4 +1,4 @@
-"""The command `kvsched exactness`: the engine's greedy tokens against the model's own, under a covering set of settings.
+"""The command `kvsched exactness`: the engine's greedy tokens against the model's own, over many settings.
 
 Owns: its arguments and the table. Knows nothing about: how runs are compared (see exactness).
 Exit code: 0 if every difference is a tie, 1 otherwise.
@@ -54,7 +54,7 @@ def header(factors: Mapping[str, Sequence[Any]]) -> str:
 
 def line(factors: Mapping[str, Sequence[Any]], report: RunReport, seconds: float) -> str:
     """One run."""
-    columns = "".join(f"{str(report.settings[name]):>{_width(name, levels)}}" for name, levels in factors.items())
+    columns = "".join(f"{report.settings[name]!s:>{_width(name, levels)}}" for name, levels in factors.items())
     return (
         f"{columns}{report.compared:10}{report.ties:6}{len(report.wrong):6}{report.preemptions:9}{report.loads:7}"
         f"{report.failed_loads:7}{report.largest_gap:9.1e}{seconds:7.1f}"

@@ -32,11 +32,12 @@ _QUESTIONS = (
     "Write two sentences about the sea, one sad and one cheerful.",
 )
 _HANDBOOK = (
-    "You work at the front desk of a small museum by the harbour. The museum opens at ten in the morning and closes at "
-    "six in the evening; on Mondays it stays closed. A ticket costs eight euros, children under twelve enter free, and "
-    "groups of ten or more pay six euros each. The ground floor shows ships and nautical instruments, the first floor "
-    "shows maps and paintings of the coast, and the tower has a view over the whole bay. Large bags must be left in the "
-    "lockers beside the entrance, photographs are allowed without flash, and the cafe serves soup, sandwiches and tea. "
+    "You work at the front desk of a small museum by the harbour. The museum opens at ten in the morning and "
+    "closes at six in the evening; on Mondays it stays closed. A ticket costs eight euros, children under twelve "
+    "enter free, and groups of ten or more pay six euros each. The ground floor shows ships and nautical "
+    "instruments, the first floor shows maps and paintings of the coast, and the tower has a view over the whole "
+    "bay. Large bags must be left in the lockers beside the entrance, photographs are allowed without flash, and "
+    "the cafe serves soup, sandwiches and tea. "
 )
 _DESK_QUESTIONS = (
     "A visitor asks: when do you open tomorrow, which is a Monday?",

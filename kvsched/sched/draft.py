@@ -41,11 +41,9 @@ class Draft:
     def take_out(self, request: Request) -> int | None:
         """Unschedule a victim: its tokens return to the budget, its new blocks leave the step. Returns its
         tokens, None if it was not scheduled in this step."""
-        for i, scheduled in enumerate(self.requests):
-            if scheduled is request:
-                break
-        else:
+        if request not in self.requests:
             return None
+        i = self.requests.index(request)
         del self.requests[i]
         count = self.counts.pop(i)
         self.budget += count

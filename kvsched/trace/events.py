@@ -18,7 +18,8 @@ Folding the pool. Start: blocks 1..num_blocks-1 free in id order, no hashes, no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 VERSION = 1
@@ -29,18 +30,20 @@ class RunStarted(NamedTuple):
     """Head of every trace. config: SchedulerConfig.to_dict(), with the deferral actually in force under
     `defers_frees`; source: "kvsched" or what else recorded it; meta: model, runner, faults, free to extend."""
 
-    kind = "run_started"
     step: int
     version: int
     config: Mapping[str, Any]
     source: str
     meta: Mapping[str, Any]
 
+    @property
+    def kind(self) -> str:
+        return "run_started"
+
 
 class RequestAdded(NamedTuple):
     """A request arrives, status WAITING. sampling: SamplingParams.to_dict(). time: seconds, engine's clock."""
 
-    kind = "request_added"
     step: int
     request: str
     prompt_token_ids: tuple[int, ...]
@@ -49,13 +52,16 @@ class RequestAdded(NamedTuple):
     arrival_time: float
     time: float
 
+    @property
+    def kind(self) -> str:
+        return "request_added"
+
 
 class SlotsFailed(NamedTuple):
     """A call for slots failed. call: its number over the whole run, from 1; needed: blocks wanted from the
     free queue (0 for an injected failure that would have needed none); free: blocks free then;
     injected: it failed because a fault said so; waiting: on behalf of a waiting request."""
 
-    kind = "slots_failed"
     step: int
     request: str
     call: int
@@ -64,17 +70,24 @@ class SlotsFailed(NamedTuple):
     injected: bool
     waiting: bool
 
+    @property
+    def kind(self) -> str:
+        return "slots_failed"
+
 
 class GuardStopped(NamedTuple):
     """The guard ended the retry: the victim's blocks are behind the fence. fence: the victim's last_sched_seq;
     processed: processed_step_seq, which must reach it."""
 
-    kind = "guard_stopped"
     step: int
     request: str
     victim: str
     fence: int
     processed: int
+
+    @property
+    def kind(self) -> str:
+        return "guard_stopped"
 
 
 class Preempted(NamedTuple):
@@ -82,80 +95,100 @@ class Preempted(NamedTuple):
     stale: tokens of steps in flight from before; dropped: whether their output will be dropped; count: its
     preemptions so far, this one included; reason: "kv_full" (FCFS), "priority" or "cache_reset"."""
 
-    kind = "preempted"
     step: int
     request: str
     wanted_by: str
     computed: int
     stale: int
     dropped: bool
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls on an event
     reason: str
+
+    @property
+    def kind(self) -> str:
+        return "preempted"
 
 
 class Unscheduled(NamedTuple):
     """A victim that had already been scheduled in this very step leaves it; its tokens go back to the budget."""
 
-    kind = "unscheduled"
     step: int
     request: str
     num_tokens: int
+
+    @property
+    def kind(self) -> str:
+        return "unscheduled"
 
 
 class BlocksHit(NamedTuple):
     """Local prefix hit taken by a request: these cached blocks lead its table."""
 
-    kind = "blocks_hit"
     step: int
     request: str
     block_ids: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        return "blocks_hit"
 
 
 class BlocksAllocated(NamedTuple):
     """Blocks popped for a request, appended to its table. evicted: those of them that lost a cache entry."""
 
-    kind = "blocks_allocated"
     step: int
     request: str
     block_ids: tuple[int, ...]
     evicted: tuple[int, ...]
 
+    @property
+    def kind(self) -> str:
+        return "blocks_allocated"
+
 
 class BlocksCached(NamedTuple):
     """Full blocks of a request entered in the prefix cache. first: index in its table of the first of them."""
 
-    kind = "blocks_cached"
     step: int
     request: str
     first: int
     block_ids: tuple[int, ...]
     hashes: tuple[bytes, ...]
 
+    @property
+    def kind(self) -> str:
+        return "blocks_cached"
+
 
 class BlocksUncached(NamedTuple):
     """Blocks taken out of the prefix cache without being handed out (a failed load, a cache reset)."""
 
-    kind = "blocks_uncached"
     step: int
     block_ids: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        return "blocks_uncached"
 
 
 class BlocksReleased(NamedTuple):
     """A request let its whole table go (order of the table). fence: 0 if the blocks return at once, else the
     sequence number that must be processed first. reason: "preempted", "finished", "aborted", "sent", "load"."""
 
-    kind = "blocks_released"
     step: int
     request: str
     block_ids: tuple[int, ...]
     fence: int
     reason: str
 
+    @property
+    def kind(self) -> str:
+        return "blocks_released"
+
 
 class BlocksFreed(NamedTuple):
     """Released blocks came back to the pool (see the module's text). fence: as in BlocksReleased."""
 
-    kind = "blocks_freed"
     step: int
     request: str
     front: tuple[int, ...]
@@ -163,21 +196,27 @@ class BlocksFreed(NamedTuple):
     shared: tuple[int, ...]
     fence: int
 
+    @property
+    def kind(self) -> str:
+        return "blocks_freed"
+
 
 class BlocksKept(NamedTuple):
     """A finished request's blocks stay allocated until its save has been sent."""
 
-    kind = "blocks_kept"
     step: int
     request: str
     block_ids: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        return "blocks_kept"
 
 
 class Admitted(NamedTuple):
     """A waiting request joined `running`. local, external: prefix tokens found here and outside;
     computed: num_computed_tokens at admission; resumed: it had been preempted before."""
 
-    kind = "admitted"
     step: int
     request: str
     resumed: bool
@@ -185,34 +224,43 @@ class Admitted(NamedTuple):
     local: int
     external: int
 
+    @property
+    def kind(self) -> str:
+        return "admitted"
+
 
 class Skipped(NamedTuple):
     """A waiting request was passed over in this pass. reason: "load" (not landed), "stale" (output still in
-    flight), "lookup" (connector does not know yet), "slots" (none for it, nothing else goes on, and others behind it may
-    have their loads)."""
+    flight), "lookup" (connector does not know yet), "slots" (none for it, nothing else goes on, and others behind it
+    may have their loads)."""
 
-    kind = "skipped"
     step: int
     request: str
     reason: str
+
+    @property
+    def kind(self) -> str:
+        return "skipped"
 
 
 class Parked(NamedTuple):
     """A waiting request holds blocks and waits for its asynchronous load."""
 
-    kind = "parked"
     step: int
     request: str
     block_ids: tuple[int, ...]
     local: int
     external: int
 
+    @property
+    def kind(self) -> str:
+        return "parked"
+
 
 class LoadStarted(NamedTuple):
     """Blocks begin to be filled from outside. after_step: not before the saves of that step, which read these blocks
     or bring what is to be loaded, have been copied out; 0: at once."""
 
-    kind = "load_started"
     step: int
     request: str
     block_ids: tuple[int, ...]
@@ -220,20 +268,26 @@ class LoadStarted(NamedTuple):
     asynchronous: bool
     after_step: int = 0
 
+    @property
+    def kind(self) -> str:
+        return "load_started"
+
 
 class LoadLanded(NamedTuple):
     """A request's load was reported as finished; it can be promoted in the next pass."""
 
-    kind = "load_landed"
     step: int
     request: str
+
+    @property
+    def kind(self) -> str:
+        return "load_landed"
 
 
 class LoadFailed(NamedTuple):
     """Blocks of a request could not be filled. valid: tokens up to the first bad block; policy: "recompute" or
     "fail"; dropped: tokens in flight whose output is dropped (synchronous loads)."""
 
-    kind = "load_failed"
     step: int
     request: str
     block_ids: tuple[int, ...]
@@ -241,22 +295,32 @@ class LoadFailed(NamedTuple):
     policy: str
     dropped: int
 
+    @property
+    def kind(self) -> str:
+        return "load_failed"
+
 
 class SaveStarted(NamedTuple):
     """Blocks begin to be copied out."""
 
-    kind = "save_started"
     step: int
     request: str
     block_ids: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        return "save_started"
 
 
 class SaveSent(NamedTuple):
     """The save of a finished request was reported as sent; its kept blocks are released next."""
 
-    kind = "save_sent"
     step: int
     request: str
+
+    @property
+    def kind(self) -> str:
+        return "save_sent"
 
 
 class StepScheduled(NamedTuple):
@@ -264,7 +328,6 @@ class StepScheduled(NamedTuple):
     fence off); starts: position of the first token; calls: calls for slots in this step; free: free blocks;
     time: seconds on the engine's clock."""
 
-    kind = "step_scheduled"
     step: int
     seq: int
     request_ids: tuple[str, ...]
@@ -275,59 +338,81 @@ class StepScheduled(NamedTuple):
     free: int
     time: float
 
+    @property
+    def kind(self) -> str:
+        return "step_scheduled"
+
 
 class FenceAdvanced(NamedTuple):
     """The output of a non-empty step began to be processed; processed: processed_step_seq now."""
 
-    kind = "fence_advanced"
     step: int
     processed: int
+
+    @property
+    def kind(self) -> str:
+        return "fence_advanced"
 
 
 class StepDelivered(NamedTuple):
     """The output of step number `delivered` has been processed. request_ids, tokens: what each of its requests
     got appended (() if nothing or dropped). time: seconds on the engine's clock."""
 
-    kind = "step_delivered"
     step: int
     delivered: int
     request_ids: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
     time: float
 
+    @property
+    def kind(self) -> str:
+        return "step_delivered"
+
 
 class RequestFinished(NamedTuple):
     """A request ended. reason: "stop", "length", "abort", "error" or "pool"."""
 
-    kind = "request_finished"
     step: int
     request: str
     reason: str
     num_output_tokens: int
     time: float
 
+    @property
+    def kind(self) -> str:
+        return "request_finished"
+
 
 class FaultInjected(NamedTuple):
     """A planned fault came to pass. fault: its plain-data form."""
 
-    kind = "fault_injected"
     step: int
     fault: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return "fault_injected"
 
 
 class ConfigChanged(NamedTuple):
     """Settings changed while running (guard, fence, depth)."""
 
-    kind = "config_changed"
     step: int
     changes: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return "config_changed"
 
 
 class CacheReset(NamedTuple):
     """The whole prefix cache was emptied."""
 
-    kind = "cache_reset"
     step: int
+
+    @property
+    def kind(self) -> str:
+        return "cache_reset"
 
 
 Event = (
@@ -337,5 +422,12 @@ Event = (
     | RequestFinished | FaultInjected | ConfigChanged | CacheReset
 )  # fmt: skip
 
-EVENT_TYPES: dict[str, type[Any]] = {t.kind: t for t in Event.__args__}
+
+
+def kind_of(event_type: type[Any]) -> str:
+    """The kind of an event class: `StepScheduled` is "step_scheduled", as its events say."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", event_type.__name__).lower()
+
+
+EVENT_TYPES: dict[str, type[Any]] = {kind_of(t): t for t in Event.__args__}
 """Event class by kind."""

@@ -260,8 +260,8 @@ def run_metrics(events: Iterable[ev.Event]) -> RunMetrics:
         max(fold.end - start, 0.0) if fold.requests and fold.end > -math.inf else 0.0,
         fold.counts["steps"],
         fold.counts["empty"],
-        fold.counts[ev.SlotsFailed.kind],
-        fold.counts[ev.GuardStopped.kind],
+        fold.counts[ev.kind_of(ev.SlotsFailed)],
+        fold.counts[ev.kind_of(ev.GuardStopped)],
         dict(fold.preemptions),
     )
 

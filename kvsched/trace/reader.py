@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from kvsched.trace.events import VERSION, Event, RunStarted
+from kvsched.trace.events import VERSION, Event, RunStarted, kind_of
 from kvsched.trace.log import EventLog
 from kvsched.trace.plain import TraceCutWarning, TraceError, from_plain
 from kvsched.trace.writer import is_gzipped
@@ -83,7 +83,7 @@ def _warn_cut(path: Path, number: int) -> None:
 def _check_head(plain: Any) -> None:
     """The first line must open a run, in a version that can be read."""
     kind = plain.get("kind") if isinstance(plain, dict) else None
-    if kind != RunStarted.kind:
+    if kind != kind_of(RunStarted):
         raise TraceError(f"a trace opens with run_started, not {kind!r}; this is no kvsched trace")
     version = plain.get("version")
     if type(version) is not int or version < 1:

@@ -15,14 +15,15 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable
 from os import PathLike
+from typing import Any
 
-from kvsched.trace.events import Event, StepScheduled
+from kvsched.trace.events import EVENT_TYPES, Event, StepScheduled
 from kvsched.trace.fold import apply
 from kvsched.trace.log import EventLog
 from kvsched.trace.reader import read_events
 from kvsched.trace.state import State
 
-_BYTES_PER_KEYFRAME = 150_000
+_BYTES_PER_KEYFRAME = 200_000
 """Packed events between two keyframes. What it costs to fold events goes with their size: about 20 to 60 ns a byte."""
 
 
@@ -39,7 +40,8 @@ class Replay:
         self._keyframes: list[State] = [State()]
         self._keyframe_at: list[int] = [0]
         self._keyframe_bytes = 0
-        self._kinds: dict[str, array[int]] = {}
+        self._places: dict[type[Any], array[int]] = {cls: array("q") for cls in EVENT_TYPES.values()}
+        self._steps = self._places[StepScheduled]
         self._before_steps: int | None = None
         for event in events:
             self.append(event)
@@ -55,10 +57,7 @@ class Replay:
         index = head.index
         apply(head, event)
         events.append(event)
-        kind = self._kinds.get(event.kind)
-        if kind is None:
-            kind = self._kinds[event.kind] = array("q")
-        kind.append(index)
+        self._places[type(event)].append(index)
         if events.num_packed_bytes - self._keyframe_bytes >= _BYTES_PER_KEYFRAME:
             self._keyframe_bytes = events.num_packed_bytes
             self._keyframes.append(head.copy())
@@ -70,11 +69,14 @@ class Replay:
     @property
     def num_steps(self) -> int:
         """Finished calls of `schedule()`, empty ones included."""
-        return len(self._kinds.get(StepScheduled.kind, ()))
+        return len(self._steps)
 
     def indexes(self, kind: str) -> array[int]:
-        """Where the events of a kind stand (a copy; empty for a kind that never came)."""
-        return self._kinds.get(kind, array("q"))[:]
+        """Where the events of a kind stand (a copy). Raises ValueError for an unknown kind."""
+        cls = EVENT_TYPES.get(kind)
+        if cls is None:
+            raise ValueError(f"no kind of event {kind!r}; there are {', '.join(EVENT_TYPES)}")
+        return self._places[cls][:]
 
     def index_of_step(self, step: int) -> int:
         """How many events there are up to the end of call `step` of `schedule()`; step 0: before the first call.
@@ -83,7 +85,7 @@ class Replay:
         """
         if not 0 <= step <= self.num_steps:
             raise IndexError(f"step {step} is not in the recording; it has steps 0 to {self.num_steps}")
-        return self._kinds[StepScheduled.kind][step - 1] + 1 if step else self._index_before_steps()
+        return self._steps[step - 1] + 1 if step else self._index_before_steps()
 
     def _index_before_steps(self) -> int:
         """Events before the first call of `schedule()` had begun."""
@@ -96,7 +98,7 @@ class Replay:
 
     def step_at(self, index: int) -> int:
         """The last step that was decided within the first `index` events."""
-        return bisect_right(self._kinds.get(StepScheduled.kind, ()), index - 1)
+        return bisect_right(self._steps, index - 1)
 
     def state_at(self, index: int) -> State:
         """The state after the first `index` events, that is, before event `index`; `len(self)` is the end.
