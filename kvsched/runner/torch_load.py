@@ -136,7 +136,8 @@ def _from_pretrained(name: str, source: str | Path, dtype: torch.dtype) -> tuple
     except (OSError, ValueError) as error:
         raise ModelUnavailable(
             f"{name!r} could not be loaded: {str(error).splitlines()[0].rstrip('.')}. Give a folder made by"
-            f" save_pretrained, a hub id that can be downloaded or is in the hub's cache, {DEFAULT_MODEL!r}, or {RANDOM_PREFIX}NAME"
+            f" save_pretrained, a hub id that can be downloaded or is in the hub's cache, {DEFAULT_MODEL!r}, or"
+            f" {RANDOM_PREFIX}NAME"
         ) from error
     return model, tokenizer
 
