@@ -69,7 +69,9 @@ def test_kinds_are_indexed():
     replay = Replay(events)
     for kind in {event.kind for event in events}:
         assert list(replay.indexes(kind)) == [i for i, event in enumerate(events) if event.kind == kind]
-    assert list(replay.indexes("unheard_of")) == []
+    assert list(Replay(events[:1]).indexes("preempted")) == []
+    with pytest.raises(ValueError, match="no kind of event 'unheard_of'; there are run_started,"):
+        replay.indexes("unheard_of")
 
 
 def test_a_recording_may_grow():
