@@ -14,7 +14,7 @@ from typing import Any
 BLOCK_COLUMNS = ("owner", "refs", "flags", "fence")
 """One entry per block. owner: 1 + index of the request that holds it (of its last holder while it waits behind the
 fence); 0: nobody. refs: references, those behind the fence included. flags: BlockFlag. fence: the sequence number that
-must be processed before it returns, 0 if it does not wait."""
+must be processed before the last one who let it go gives it back, 0 if nobody has to."""
 
 REQUEST_COLUMNS = (
     "status",
@@ -37,13 +37,19 @@ newest step. stale: tokens in flight from before its preemption. preemptions: ho
 
 
 class BlockFlag(IntFlag):
-    """What else is true of a block."""
+    """What else is true of a block.
+
+    FENCED: nobody holds it any more, it waits behind the fence. CACHED: its content can be found. LOADING, SAVING: a
+    transfer is under way. KEPT: its request has finished, a save is still to be sent. STALE: it was handed out while a
+    step in flight still writes it for whoever had it before.
+    """
 
     FENCED = 1
     CACHED = 2
     LOADING = 4
     SAVING = 8
     KEPT = 16
+    STALE = 32
 
 
 class FrameKind(IntEnum):

@@ -45,7 +45,7 @@ _ATTRIBUTES = {
 _READ_OFF = np.array([REQUEST_COLUMNS.index(column) for column in _ATTRIBUTES])
 _read_off = attrgetter(*_ATTRIBUTES.values())
 _NOBODY = np.zeros(0, np.intp)
-_CACHED, _FENCED = int(BlockFlag.CACHED), int(BlockFlag.FENCED)
+_CACHED, _FENCED, _KEPT, _STALE = map(int, (BlockFlag.CACHED, BlockFlag.FENCED, BlockFlag.KEPT, BlockFlag.STALE))
 
 
 class Written(NamedTuple):
@@ -87,6 +87,8 @@ class Fold:
         self._waiting: dict[int, list[tuple[int, int]]] = {}
         self._moved: dict[int, set[int]] = {int(flag): set() for flag in (BlockFlag.LOADING, BlockFlag.SAVING)}
         self._kept: set[int] = set()
+        self._writes: dict[int, set[int]] = {}
+        self._stale: dict[int, int] = {}
         self._touched_blocks: set[int] = set()
         self._touched_requests: set[int] = set()
         self._newest = _NOBODY
@@ -161,14 +163,25 @@ class Fold:
         self._touched_requests.update(flight.numbers)
         self.requests[_GIVEN, self._newest] = event.num_tokens
         self.requests[_STEPS, self._newest] += 1
-        blocks = (ids for _, ids in flight.writes(self.state.block_size))
+        blocks = [ids for _, ids in flight.writes(self.state.block_size)]
         rows = zip(flight.numbers, event.num_tokens, blocks, strict=True)
         self._written = tuple(Written(number, num, as_runs(ids)) for number, num, ids in rows)
+        self._writes[event.step] = set(chain.from_iterable(blocks))
 
     def _step_delivered(self, event: ev.StepDelivered) -> None:
         numbers = self._scheduled.pop(event.delivered, _NOBODY)
         self.requests[_STEPS, numbers] -= 1
         self._touched_requests.update(numbers.tolist())
+        self._writes.pop(event.delivered, None)
+        over = [block for block, step in self._stale.items() if step == event.delivered]
+        for block in over:
+            del self._stale[block]
+        self._touched_blocks.update(over)
+
+    def _note_stale(self, blocks: Sequence[int]) -> None:
+        """Blocks that are handed out while a step in flight writes them: for whom they belonged to before."""
+        for step, written in self._writes.items():
+            self._stale.update((block, step) for block in blocks if block in written)
 
     def _move_blocks(self, event: ev.Event) -> None:
         match event:
@@ -179,6 +192,8 @@ class Fold:
                 for block in event.block_ids:
                     self._holders.setdefault(block, []).append(number)
                 self._touched_blocks.update(event.block_ids)
+                if isinstance(event, ev.BlocksAllocated):
+                    self._note_stale(event.block_ids)
             case ev.BlocksReleased():
                 number = self._ref(event.request) - 1
                 for block in event.block_ids:
@@ -243,10 +258,12 @@ class Fold:
         for flag, blocks in self._moved.items():
             if block in blocks:
                 flags |= flag
-        if waiting:
+        if waiting and not holders:
             flags |= _FENCED
         if block in self._kept:
-            flags |= int(BlockFlag.KEPT)
+            flags |= _KEPT
+        if block in self._stale:
+            flags |= _STALE
         return owner + 1, self.state.refs(block), flags, waiting[-1][0] if waiting else 0
 
 

@@ -35,7 +35,7 @@ class RequestRow(NamedTuple):
 class BlockLook(NamedTuple):
     """One block at a moment. owner: index of the request that holds it, or has let it go and not yet given it back; -1:
     nobody. fence: what it waits for, 0 if it does not. writing: steps in flight that write it. stale: one of them does
-    so for a request that no longer holds it."""
+    so for whoever had it before."""
 
     block: int
     owner: int
@@ -137,18 +137,17 @@ def in_flight(history: History, frame: int) -> list[int]:
 def block_looks(history: History, frame: int) -> list[BlockLook]:
     """Every usable block (from 1 on)."""
     state = history.at(frame)
-    writers: dict[int, list[tuple[int, int]]] = {}
+    writers: dict[int, list[int]] = {}
     for number in in_flight(history, frame):
         for written in history.steps[number].written:
             for block in written.blocks:
-                writers.setdefault(block, []).append((number, written.request))
+                writers.setdefault(block, []).append(number)
     owners, refs, flags, fences = (state.block(name).tolist() for name in ("owner", "refs", "flags", "fence"))
     looks = []
     for block in range(1, history.num_blocks):
         owner, flag, writes = owners[block] - 1, BlockFlag(flags[block]), writers.get(block, [])
-        stale = BlockFlag.FENCED not in flag and any(request != owner for _, request in writes)
+        fence = fences[block] if BlockFlag.FENCED in flag else 0
         saving = bool(flag & (BlockFlag.SAVING | BlockFlag.KEPT))
         about = BlockFlag.CACHED in flag, BlockFlag.LOADING in flag, saving
-        steps = tuple(number for number, _ in writes)
-        looks.append(BlockLook(block, owner, refs[block], fences[block], *about, steps, stale))
+        looks.append(BlockLook(block, owner, refs[block], fence, *about, tuple(writes), BlockFlag.STALE in flag))
     return looks

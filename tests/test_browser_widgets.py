@@ -331,8 +331,8 @@ def test_scrubbing_through_ten_thousand_blocks_and_two_thousand_steps(open_noteb
 
 
 def test_live_sends_at_most_twenty_messages_a_second_and_stops_at_once(open_notebook):
-    make = """session = lab.Session.synthetic(65, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256,
-    defer_block_free=True)
+    make = """session = lab.Session.synthetic(65, block_size=4, max_num_seqs=8, max_num_batched_tokens=64,
+    max_model_len=256, defer_block_free=True)
 for i in range(40):
     session.add_request(f"r{i}", range(i, i + 10 + i % 7), SamplingParams(max_tokens=200, ignore_eos=True))"""
     lab = open_notebook([SETUP + make, "lab.show(session, live=True)"])

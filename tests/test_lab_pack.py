@@ -29,7 +29,7 @@ def assert_says_the_same(history: History, frame: int, state: State) -> None:
         owner = history.name(int(at.block("owner")[block]))
         assert at.block("refs")[block] == state.refs(block)
         assert (BlockFlag.CACHED in flags) == (state.hash_of(block) is not None)
-        assert (BlockFlag.FENCED in flags) == (block in fences)
+        assert (BlockFlag.FENCED in flags) == (block in fences and block not in owners)
         assert (BlockFlag.LOADING in flags) == (block in loading)
         assert at.block("fence")[block] == (fences[block][-1] if block in fences else 0)
         assert owner in owners.get(block, []) or (block not in owners and bool(owner) == (block in fences))

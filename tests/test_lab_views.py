@@ -71,9 +71,9 @@ def test_blocks_behind_the_fence_are_told_from_held_ones():
         waiting = [wait for wait in history.waits if wait.released <= frame < (wait.returned or 10**9)]
         looks = block_looks(history, frame)
         fenced = [look for look in looks if look.fence]
-        assert len(fenced) == sum(wait.num_blocks for wait in waiting)
-        assert {look.fence for look in fenced} == {wait.fence for wait in waiting}
-        assert not any(look.stale for look in fenced)
+        assert len(fenced) <= sum(wait.num_blocks for wait in waiting), "a shared block is still held by another"
+        assert {look.fence for look in fenced} <= {wait.fence for wait in waiting}
+        assert not any(look.stale for look in looks), "the fence is there so that this never is"
         seen += len(fenced)
     assert seen
 

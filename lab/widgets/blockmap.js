@@ -8,6 +8,7 @@ const LENS = { cell: 32, columns: 9, rows: 5 };
 const LEGEND = [
   ["free", "free"], ["cached", "free, still cached"], ["held", "held"], ["writing", "being written"],
   ["fenced", "behind the fence"], ["loading", "loading"], ["saving", "saving"],
+  ["stale", "handed on while still written"],
 ];
 
 async function render({ model, el: root, host, signal }) {
@@ -139,7 +140,7 @@ function lookOf(state, writing, block) {
     loading: (flags & FLAGS.LOADING) > 0,
     saving: (flags & (FLAGS.SAVING | FLAGS.KEPT)) > 0,
     writes,
-    stale: Boolean(writes?.some((write) => write.request !== owner)) && !fenced,
+    stale: (flags & FLAGS.STALE) > 0,
   };
 }
 
@@ -249,16 +250,16 @@ function labelBlock(ctx, map, look, block, x, y, size) {
   plate(ctx, `${block}`, `10px ${theme.font}`, x + 3, y + 3, back, ink);
   const notes = [];
   if (look.fenced) notes.push(`until ${look.fence}`);
-  else if (look.writes) notes.push(stepsOf(look.writes));
+  else if (look.writes) notes.push(stepsOf(look.writes, size < 58 ? "" : "step "));
   if (look.shared) notes.push("shared");
   ctx.textAlign = "right";
   if (notes.length) plate(ctx, shorten(notes.join(" "), Math.floor(size / 5.5)), `10px ${theme.font}`, x + size - 3, y + size - 14, back, ink);
 }
 
 /** "step 7" or "step 7–9". */
-function stepsOf(writes) {
+function stepsOf(writes, word) {
   const first = writes[0].step, last = writes[writes.length - 1].step;
-  return first === last ? `step ${first}` : `step ${first}–${last}`;
+  return first === last ? `${word}${first}` : `${word}${first}–${last}`;
 }
 
 /** Text on a plate of its own, so that a pattern does not disturb it. */
@@ -394,10 +395,12 @@ function describeBlock(store, state, writing, block) {
   else if (look.fenced) parts.push(`let go by ${name(look.owner)}, waits until the fence reaches ${look.fence}`);
   else parts.push(`held by ${name(look.owner)}${look.shared ? ` and ${plural(state.block_refs[block] - 1, "other")}` : ""}`);
   if (look.owner >= 0 && look.cached) parts.push("cached");
+  if (!look.fenced && look.fence) parts.push(`another has let it go and waits for ${look.fence}`);
   if (look.loading) parts.push("being loaded");
   if (look.saving) parts.push("being saved");
   for (const { step, request } of look.writes ?? []) {
-    parts.push(`step ${step} ${request === look.owner ? "writes it" : `still writes ${name(request)}'s tokens here`}`);
+    parts.push(look.stale && request !== look.owner ? `step ${step} still writes ${name(request)}'s tokens here`
+      : `step ${step} writes ${request === look.owner ? "it" : `it for ${name(request)}`}`);
   }
   return parts.join(" · ");
 }
@@ -440,6 +443,7 @@ function showLegend(legend, theme) {
     free: { owner: -1 }, cached: { owner: -1, cached: true }, held: { owner: sample },
     writing: { owner: sample, writes: [{ request: sample }] }, fenced: { owner: sample, fenced: true },
     loading: { owner: sample, loading: true }, saving: { owner: sample, saving: true },
+    stale: { owner: sample, writes: [{ request: sample }], stale: true },
   };
   legend.replaceChildren(...LEGEND.map(([name, text]) => {
     const canvas = el("canvas", { width: 32, height: 32, class: "lab-sign", "aria-hidden": "true" });

@@ -354,7 +354,8 @@ class History {
     for (let i = first[block]; i < first[block + 1]; ) {
       const at = frame[i];
       for (; i < first[block + 1] && frame[i] === at; i++) cells[column[i]] += value[i];
-      const [owner, , flags, fence] = cells, cached = (flags & LAB.flags.CACHED) > 0;
+      const [owner, , flags] = cells, cached = (flags & LAB.flags.CACHED) > 0;
+      const fence = flags & LAB.flags.FENCED ? cells[3] : 0;
       if (owner === now.owner && fence === now.fence && (owner > 0 || cached === now.cached)) continue;
       if (at > now.from) periods.push({ ...now, to: at });
       now = { owner, fence, cached, from: at, to: this.numFrames };
