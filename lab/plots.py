@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from kvsched.trace.events import Event
 from lab import plot_data as data
@@ -64,18 +65,22 @@ def throughput(sources: Sources, num_bins: int = 60) -> go.Figure:
     unit = clocks.pop() if len(clocks) == 1 else "second or step"
     figure = _figure("Throughput", "seconds" if unit == "second" else "step", f"output tokens per {unit}")
     for i, (name, series) in enumerate(named):
-        figure.add_trace(_line(series.starts, series.tokens, _label(name, "tokens"), i, shape="hv"))
+        ends, tokens = [start + series.width for start in series.starts[-1:]], series.tokens[-1:]
+        label = _label(name, "tokens")
+        figure.add_trace(_line(series.starts + ends, series.tokens + tokens, label, i, shape="hv"))
     return figure
 
 
 def latencies(sources: Sources) -> go.Figure:
     """How times to first token (TTFT) and per output token (TPOT) are distributed over the requests."""
-    figure = _figure("Latencies", "", "seconds")
+    figure = _figure("Latencies", "", "", make_subplots(cols=2, horizontal_spacing=0.12))
     for i, (name, events) in enumerate(_named(sources)):
         series = data.latencies(events)
-        for values, what in ((series.ttft, "TTFT"), (series.tpot, "TPOT")):
+        for column, (values, what) in enumerate(((series.ttft, "TTFT"), (series.tpot, "TPOT")), 1):
             colour = PALETTE[i % len(PALETTE)]
-            figure.add_trace(go.Box(y=values, name=_label(name, what), boxpoints="all", jitter=0, marker_color=colour))
+            box = go.Box(y=values, name=_label(name, what), boxpoints="all", jitter=0, marker_color=colour)
+            figure.add_trace(box, row=1, col=column)
+    figure.update_yaxes(title="seconds", col=1)
     figure.update_layout(showlegend=False)
     return figure
 
@@ -140,8 +145,8 @@ def recompute_tax(sources: Sources) -> go.Figure:
     return figure
 
 
-def _figure(title: str, x: str, y: str) -> go.Figure:
-    figure = go.Figure()
+def _figure(title: str, x: str, y: str, figure: go.Figure | None = None) -> go.Figure:
+    figure = go.Figure() if figure is None else figure
     figure.update_layout(
         title=title,
         template="plotly_white",
