@@ -45,7 +45,7 @@ class Bench:
         self.prompts: dict[str, list[int]] = {}
 
     def known_tokens(self, request_id: str) -> list[int]:
-        return self.engine.scheduler.requests[request_id].token_ids
+        return self.engine._requests[request_id].token_ids  # also of one that has ended while its load is in the air
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int, **options: object) -> None:
         self.prompts[request_id] = prompt
