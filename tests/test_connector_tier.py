@@ -217,21 +217,37 @@ def test_what_does_not_fit_at_the_start_is_evicted():
 # ---- loads behind saves
 
 
-def test_a_load_waits_for_the_save_of_its_keys_and_of_its_blocks():
-    """Two steps in flight. b's blocks are saved in step 2; b is preempted there and comes back at once."""
-    drive = TierDrive(4, 2, max_num_batched_tokens=20, reserve_full_isl=False, guard="none")
-    drive.add("a", prompt(4), 1)
+def preempt_b(drive: TierDrive) -> ScheduledStep:
+    """Two steps in flight: b's prompt (8 tokens) is computed in step 1; refused a slot in call 2, which is empty, it is
+    preempted, and its blocks 1 and 2 are saved with that call."""
     drive.add("b", prompt(8, 50), 6)
     drive.schedule()
     drive.deliver()
     drive.scheduler.slots_fault = lambda request, _, step: request == "b" and step == 2
     second = drive.schedule()
     assert second.is_empty
-    assert second.preempted == ("b",)
-    assert [save.request_id for save in second.saves if not save.final] == ["b"]
+    assert saved(second) == [("b", (1, 2), False)]
+    return second
+
+
+def test_a_load_waits_for_the_save_that_brings_it():
+    """b comes back for the blocks just saved, and is given others."""
+    drive = TierDrive(9, 2, enable_prefix_caching=True)
+    second = preempt_b(drive)
+    drive.scheduler.kv.pool.uncache(1)  # so that it is not found here
     (load,) = drive.schedule().loads
-    assert load.keys == tuple(keys(prompt(8, 50)))
-    assert load.after_step == second.step
+    assert (load.request_id, load.keys, load.after_step) == ("b", tuple(keys(prompt(8, 50))), second.step)
+    assert not {1, 2} & set(load.block_ids)
+
+
+def test_a_load_waits_for_the_save_that_still_reads_its_blocks():
+    """c, which the store knew before, is given b's blocks."""
+    drive = TierDrive(4, 2, stored=[prompt(8)], policy="priority")
+    second = preempt_b(drive)
+    drive.add("c", prompt(9), 2, priority=-1)
+    (load,) = drive.schedule().loads
+    assert (load.request_id, load.after_step) == ("c", second.step)
+    assert set(load.block_ids) == {1, 2}
 
 
 def test_a_load_starts_at_once_when_the_saves_have_been_copied_out():
