@@ -13,7 +13,6 @@ from kvsched.request import RequestRefused
 from tests.memory_bench import Bench
 from tests.memory_model import expected_output
 
-
 # ---- failed loads
 
 
