@@ -94,7 +94,7 @@ class RandomRun:
         chance = self.draw.random()
         if chance < 0.4 or not self.config.enable_chunked_prefill:
             return None
-        if chance < 0.75:
+        if chance < 0.75 or self.config.drop_stale_output:
             return ScriptedConnector({}, self.config.block_size)
         return TierConnector(self.config.block_size, 1, self.draw.randrange(2, 30), asynchronous=chance < 0.9)
 
@@ -180,7 +180,9 @@ class RandomRun:
 
     def reset(self) -> bool:
         """The prefix cache is emptied, if it can be."""
-        self.scheduler.reset_prefix_cache(preempt_running=self.draw.random() < 0.5)
+        # Not over a store: dropped output lets a request come back, with a second load, before its first has ended.
+        may_preempt = not isinstance(self.connector, TierConnector)
+        self.scheduler.reset_prefix_cache(preempt_running=may_preempt and self.draw.random() < 0.5)
         return True
 
     def configure(self) -> bool:
