@@ -315,6 +315,17 @@ def test_a_synchronous_load_that_landed_lifts_the_ban():
     assert save.keys == tuple(keys(prompt(12))[2:])
 
 
+def test_a_request_may_load_again_while_its_first_synchronous_load_is_in_flight():
+    drive = TierDrive(40, 2, stored=[prompt(8)], asynchronous=False)
+    request = drive.add("a", prompt(13), 6)
+    first = drive.schedule()
+    drive.scheduler.reset_prefix_cache(preempt_running=True)  # drops stale output, so that it can come back at once
+    second = drive.schedule()
+    assert [len(step.loads) for step in (first, second)] == [1, 1]
+    drive.run()
+    assert request.num_output_tokens == 6
+
+
 def test_the_records_of_transfers_have_a_quiet_default():
     assert Load("a", (), (), 0, 0, True).after_step == 0
     assert Save("a", (), (), False).evicted == ()

@@ -90,7 +90,7 @@ class TierConnector:
         self._tracked: dict[str, _Tracked] = {}
         self._new_loads: list[Load] = []
         self._new_saves: list[Save] = []
-        self._loading: dict[str, Load] = {}
+        self._loading: dict[str, Load] = {}  # asynchronous ones; a synchronous one ends with the step that carries it
         self._unverified: dict[int, int] = {}
         self._in_flight: deque[_Saves] = deque()
         self._saved_in: dict[bytes, int] = {}
@@ -155,8 +155,9 @@ class TierConnector:
         loads = tuple(load._replace(after_step=self._after(load)) for load in self._new_loads)
         self._new_loads = []
         for load in loads:
-            self._loading[load.request_id] = load
-            if not load.asynchronous:
+            if load.asynchronous:
+                self._loading[load.request_id] = load
+            else:
                 self._unverified |= dict.fromkeys(load.block_ids, step.step)
         return loads, saves
 
@@ -220,7 +221,7 @@ class TierConnector:
             return
         for load in step.loads:
             if not load.asynchronous:
-                self._load_ended(self._loading.pop(load.request_id), invalid)
+                self._load_ended(load, invalid)
         if self._unverified:
             self._unverified = {block: at for block, at in self._unverified.items() if at > step.step}
         while self._in_flight and self._in_flight[0].step <= step.step:
