@@ -67,7 +67,7 @@ def test_a_block_computed_again_in_part_only_is_not_found():
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_failed_load_of_an_aborted_request_is_not_found(policy):
     """R is aborted while its load is in flight. Its blocks stand in the prefix cache, with what it computed on them."""
-    drive = Drive(12, 2, rules={"R": ONCE}, enable_prefix_caching=True, load_failure_policy=policy)
+    drive = Drive(12, 2, rules={"R": ONCE}, enable_prefix_caching=True, load_failure_policy=policy, exact=True)
     request = drive.add("R", PROMPT[:14], 6)
     drive.schedule()
     bad = request.block_ids[1]
@@ -81,7 +81,7 @@ def test_a_failed_load_of_an_aborted_request_is_not_found(policy):
 
 def test_a_preempted_request_is_not_given_what_was_computed_on_a_failed_load():
     """No guard: R preempts itself while step 1, which carries its load, is in flight."""
-    drive = Drive(4, 2, rules={"R": ONCE._replace(external_tokens=4)}, guard="none")
+    drive = Drive(4, 2, rules={"R": ONCE._replace(external_tokens=4)}, guard="none", exact=True)
     drive.add("A", PROMPT[:7], 2)
     request = drive.add("R", PROMPT[:8], 3)
     drive.schedule()
@@ -107,7 +107,7 @@ def test_a_waiting_request_that_holds_a_bad_block_is_cut():
         step 2 processed: a1 could not be filled
     """
     rules = {"A": KvRule(external_tokens=4, asynchronous=False, once=True), "C": KvRule(external_tokens=8, once=True)}
-    drive = Drive(6, 3, rules=rules, enable_prefix_caching=True)
+    drive = Drive(6, 3, rules=rules, enable_prefix_caching=True, exact=True)
     drive.add("B", list(range(4)), 3)
     drive.schedule()
     drive.add("A", PROMPT[:8], 3)

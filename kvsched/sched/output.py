@@ -156,8 +156,12 @@ def fail_loads(s: Scheduler, invalid: frozenset[int], record: InFlight | None) -
     counts = {r.id: count for r, count in zip(record.requests, record.counts, strict=True)} if record else {}
     hit: list[Request] = []
     seen: set[int] = set()
-    _distrust_steps_in_flight(s, invalid, record)
-    for request in [*s.kv_holding_waiting, *s.running]:
+    waiting = list(s.kv_holding_waiting)
+    if s.exact:
+        _distrust_steps_in_flight(s, invalid, record)
+    else:
+        waiting = [r for r in waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
+    for request in [*waiting, *s.running]:
         bad = _bad_blocks(s, request, invalid, counts.get(request.id, 0))
         if not bad:
             continue
@@ -229,7 +233,8 @@ def _cut(s: Scheduler, request: Request, valid: int, invalid: frozenset[int]) ->
     is dropped (here kvsched leaves the reference, which loses a token)."""
     dropped = request.num_in_flight_tokens if request.status is _RUNNING else 0
     _tell_failed(s, request, valid, invalid, dropped)
-    s.kv.taint(request.block_ids[valid // s.kv.block_size :])
+    if s.exact or request.status is _RUNNING:
+        s.kv.taint(request.block_ids[valid // s.kv.block_size :])
     request.num_computed_tokens = valid
     if request.status is _RUNNING:
         request.num_output_placeholders = 0

@@ -52,10 +52,12 @@ class Scheduler:
     clock: seconds, to stamp events.
     cap_at_pool: end a request that outgrows the whole pool (finish reason "pool") instead of preempting it for
         ever; the engine sets it.
-    exact: do what is right in two places where the reference, and so the replay of its recordings, does not; the
+    exact: do what is right in three places where the reference, and so the replay of its recordings, does not; the
         engine sets it. Blocks that stand in the prefix cache and were never filled, since the very step that was to
-        fill them lost its request to a preemption (PRIORITY), are kept from lookups. With nothing going on that could
-        free a block, a request that holds blocks and lacks slots is passed over, so that loads landed behind it go on.
+        fill them lost its request to a preemption (PRIORITY), are kept from lookups. What steps in flight have
+        computed on a block whose load failed is not trusted, whoever they computed it for. With nothing going on that
+        could free a block, a request that holds blocks and lacks slots is passed over, so that loads landed behind
+        it go on.
     """
 
     def __init__(
