@@ -1,7 +1,7 @@
 """A packed history, read back: the frames, what happened in them, and the state at any of them.
 
 Owns: the reader of the layout in `lab.pack`, and the tables for a whole history (steps, waits behind the fence).
-Knows nothing about: events, schedulers, drawing. `lab/widgets/hub.js` is its twin in the browser.
+Knows nothing about: events, schedulers, drawing. `lab/widgets/history.js` is its twin in the browser.
 Invariants: a History never changes. `at(frame)` is a function of the bytes and the frame alone.
 """
 

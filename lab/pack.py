@@ -1,7 +1,7 @@
 """History as bytes: keyframes and deltas, small enough to send and quick enough to scrub.
 
 Owns: the layout below, `Packer` (events → bytes, a piece at a time) and the varint codec.
-Knows nothing about: what the cells mean (`lab.fold`), who reads them (`lab.history`, `lab/widgets/hub.js`).
+Knows nothing about: what the cells mean (`lab.fold`), who reads them (`lab.history`, `lab/widgets/history.js`).
 Invariants: a history is MAGIC, VERSION, then chunks; the pieces that `feed` returns, put one behind the other, are that
 history; a reader that stops between two chunks holds a valid, shorter one.
 

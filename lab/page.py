@@ -16,6 +16,7 @@ from typing import Any
 
 from lab.pack import Packer
 from lab.widgets.base import HistorySource, script, source_text, styles
+from lab.widgets.hub import Hub
 
 _PARTS = {"transport": "transport", "blocks": "blockmap", "queues": "queues", "timeline": "timeline", "why": "why"}
 """Area of the grid -> widget. What changes a run needs a kernel, and is left out."""
@@ -72,7 +73,7 @@ def _data(session: HistorySource, names: list[str]) -> dict[str, Any]:
         "tails": {},
     }
     return {
-        "modules": {name: script(name) for name in names},
+        "modules": {name: Hub._esm if name == "hub" else script(name) for name in names},
         "traits": {"show": {"parts": _PARTS, "layout_name": "page"}},
         "packed": base64.b64encode(packer.data).decode("ascii"),
         "opening": opening,

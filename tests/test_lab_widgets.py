@@ -391,7 +391,7 @@ def test_text_is_never_html(path):
 @pytest.mark.parametrize("kind", [*VIEWS, Show, Compare, Hub])
 def test_every_widget_has_its_own_files(kind):
     name = {FenceTimeline: "timeline", InjectPanel: "inject", WhyPanel: "why"}.get(kind, kind.__name__.lower())
-    assert kind._esm == script(name)
+    assert kind._esm == (script("history", name) if kind is Hub else script(name))
     assert kind._css == styles(name)
     assert kind._esm.startswith("const LAB = {")
 

@@ -2,7 +2,8 @@
 
 Owns: the protocol `HistorySource`, and the joining of `shared.js` and the shared constants with a widget's own file.
 Knows nothing about: any one widget, sessions, kernels.
-Invariants: the browser gets the constants of `lab.columns`, `shared.js` and the widget's file, in this order.
+Invariants: the browser gets the constants of `lab.columns`, `shared.js` and the widget's file, in this order (the hub's
+has `history.js` before it).
 """
 
 from __future__ import annotations
@@ -116,10 +117,11 @@ def source_text(file: str) -> str:
     return (_FOLDER / file).read_text(encoding="utf-8")
 
 
-def script(name: str) -> str:
-    """The JavaScript module of a widget: constants, `shared.js`, `NAME.js`."""
+def script(*names: str) -> str:
+    """The JavaScript module of a widget: constants, `shared.js`, then its own files."""
     constants = json.dumps(browser_constants(), ensure_ascii=False)
-    return f"const LAB = {constants};\n{source_text('shared.js')}\n{source_text(f'{name}.js')}"
+    files = "\n".join(source_text(f"{name}.js") for name in ("shared", *names))
+    return f"const LAB = {constants};\n{files}"
 
 
 def styles(name: str) -> str:

@@ -35,7 +35,7 @@ class Hub(LabWidget):
     when we looked last. Raises TraceError for events that cannot be folded.
     """
 
-    _esm = script("hub")
+    _esm = script("history", "hub")
     _css = styles("hub")
     packed = traitlets.Bytes().tag(sync=True, to_json=lambda _, hub: bytes(hub.packer.data))
     opening = traitlets.Dict().tag(sync=True, to_json=lambda _, hub: hub.describe())

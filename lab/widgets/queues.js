@@ -43,7 +43,9 @@ async function render({ model, el: root, host, signal }) {
     Escape: () => store.select({ request: -1 }),
   });
   scroller.addEventListener("scroll", () => showRows(view, store.lastState), { passive: true });
-  new ResizeObserver(() => store.invalidate()).observe(scroller);
+  const observer = new ResizeObserver(() => store.invalidate());
+  observer.observe(scroller);
+  signal.addEventListener("abort", () => observer.disconnect());
   let revealed = -1;
   store.view((state) => {
     store.lastState = state;

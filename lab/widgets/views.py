@@ -25,8 +25,8 @@ class View(LabWidget):
     hub = traitlets.Unicode().tag(sync=True)
 
     def __init__(self, of: HistorySource | Hub, **traits: Any) -> None:
-        self._own_hub = None if isinstance(of, Hub) else Hub(of)
-        self.of: Hub = of if isinstance(of, Hub) else self._own_hub  # type: ignore[assignment]
+        self._owns_hub = not isinstance(of, Hub)
+        self.of = of if isinstance(of, Hub) else Hub(of)
         super().__init__(hub=self.of.reference, **traits)
 
     def __repr__(self) -> str:
@@ -34,8 +34,8 @@ class View(LabWidget):
 
     def close(self) -> None:
         """End it, and its hub if nobody else gave it one."""
-        if self._own_hub is not None:
-            self._own_hub.close()
+        if self._owns_hub:
+            self.of.close()
         super().close()
 
 
