@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from kvsched.runner.models import ModelUnavailable
-from kvsched.runner.torch_linear import PackedLinear, can_pack
+from kvsched.runner.torch_linear import PackedLinear, can_pack, pack_linears, watching_inputs
 from kvsched.runner.torch_load import LoadedModel, weights_digest
 from kvsched.runner.torch_model import PagedModel
 from kvsched.runner.torch_runner import create_runner
@@ -67,6 +67,47 @@ def test_packed_layers_hold_the_same_weights_and_give_the_same_products():
         hidden = torch.randn(1, rows, 96)
         with torch.inference_mode():
             torch.testing.assert_close(packed(hidden), linear(hidden))
+
+
+class Sharing(torch.nn.Module):
+    """Three layers on one input, one of them without a bias; then one on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(24, 8), torch.nn.Linear(24, 16, bias=False)
+        self.c, self.out = torch.nn.Linear(24, 40), torch.nn.Linear(64, 24)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.cat([self.a(hidden), self.b(hidden), self.c(hidden)], dim=-1).tanh())
+
+
+@pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this build of torch has no oneDNN packing")
+@torch.inference_mode()
+def test_layers_that_share_an_input_become_one_product():
+    torch.manual_seed(0)
+    model = Sharing()
+    plain = copy.deepcopy(model)
+    with watching_inputs(model) as groups:
+        model(torch.randn(1, 5, 24))
+    assert groups == [[model.a, model.b, model.c], [model.out]]
+    pack_linears(model, groups)
+    assert model.a._product is model.b._product is model.c._product is not model.out._product
+    for name in ("a", "b", "c", "out"):
+        assert torch.equal(getattr(model, name).weight, getattr(plain, name).weight)
+    first, second = torch.randn(1, 3, 24), torch.randn(1, 3, 24)
+    for hidden in (first, second):
+        torch.testing.assert_close(model(hidden), plain(hidden))
+    # In any order, in part, and again: never the product with an earlier input.
+    for name, hidden in (("c", first), ("a", second), ("a", second), ("b", first), ("b", second), ("c", second)):
+        torch.testing.assert_close(getattr(model, name)(hidden), getattr(plain, name)(hidden))
+
+
+@pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="this build of torch has no oneDNN packing")
+def test_a_llamas_query_key_and_value_are_one_product():
+    layer = PagedModel(loaded("random:llama-tiny").model, "mine", CPU).module.model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    assert attention.q_proj._product is attention.k_proj._product is attention.v_proj._product
+    assert mlp.gate_proj._product is mlp.up_proj._product is not mlp.down_proj._product
 
 
 def refused(config: transformers.PreTrainedConfig, name: str = "mine") -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from kvsched.runner.models import ModelUnavailable
 from kvsched.runner.torch_attention import IMPLEMENTATION, AttentionRefused, DeviceAttention, attending
 from kvsched.runner.torch_cache import PagedCache, cache_shape
-from kvsched.runner.torch_linear import can_pack, pack_linears
+from kvsched.runner.torch_linear import can_pack, pack_linears, watching_inputs
 from kvsched.runner.torch_plan import plan_attention
 
 _TRIAL_TOKENS = 9
@@ -47,11 +47,12 @@ class PagedModel:
             raise _refusal(name, model.config.model_type, "it takes no position ids")
         self._takes_rows = "logits_to_keep" in parameters
         self._model = _copy_on(device, model).eval()
-        own_logits = _own_logits(self._model, device)
+        with watching_inputs(self._model) as sharing:
+            own_logits = _own_logits(self._model, device)
         self.config = self._model.config
         self.dtype: torch.dtype = model.dtype
         if pack and can_pack(device, self.dtype):
-            pack_linears(self._model)
+            pack_linears(self._model, sharing)
         self._model.set_attn_implementation(IMPLEMENTATION)
         self._try_out(own_logits)
 
