@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsched.config import ConfigError, SchedulerConfig
-from kvsched.request import RequestRefused
+from kvsched.request import WORD, RequestRefused
 
 
 def check_config(config: SchedulerConfig, max_model_len_is_explicit: bool) -> None:
@@ -31,8 +31,11 @@ def check_config(config: SchedulerConfig, max_model_len_is_explicit: bool) -> No
         )
 
 
-def check_request(config: SchedulerConfig, request_id: str, prompt_token_ids: Sequence[int]) -> None:
-    """Raises RequestRefused for a prompt that could never be served."""
+def check_request(
+    config: SchedulerConfig, request_id: str, prompt_token_ids: Sequence[int], vocab_size: int | None = None
+) -> None:
+    """Raises RequestRefused for a prompt that could never be served. vocab_size: the model's tokens lie below it; None
+    if the runner has no vocabulary (tokens then are 64-bit integers of 0 or more)."""
     num_tokens = len(prompt_token_ids)
     if not num_tokens:
         raise RequestRefused(f"request {request_id!r}: the prompt is empty; give at least one token")
@@ -46,4 +49,10 @@ def check_request(config: SchedulerConfig, request_id: str, prompt_token_ids: Se
         raise RequestRefused(
             f"request {request_id!r}: the prompt's {num_tokens} tokens need {needed} blocks of {config.block_size}, "
             f"the pool has {config.num_usable_blocks} usable; raise num_blocks to at least {needed + 1}"
+        )
+    end = WORD.stop if vocab_size is None else vocab_size
+    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= end:
+        place, token = next((i, token) for i, token in enumerate(prompt_token_ids) if not 0 <= token < end)
+        raise RequestRefused(
+            f"request {request_id!r}: token {place} of the prompt is {token}; give token ids of 0 to {end - 1}"
         )

@@ -39,7 +39,7 @@ from kvsched.faults import (
     fault_to_dict,
 )
 from kvsched.outputs import RequestOutput, TokenOutput
-from kvsched.request import Request, RequestRefused, SamplingParams
+from kvsched.request import WORD, Request, RequestRefused, SamplingParams
 from kvsched.runner.base import Gate, Runner
 from kvsched.runner.synthetic import CostModel, SyntheticRunner
 from kvsched.sched.output import StepOutput
@@ -271,7 +271,9 @@ class Engine:
         """
         sampling = sampling or SamplingParams()
         token_ids = self._encode(request_id, prompt)
-        check_request(self.config, request_id, token_ids)
+        check_request(self.config, request_id, token_ids, getattr(self.runner, "prompt_vocab_size", None))
+        if priority not in WORD:
+            raise RequestRefused(f"request {request_id!r}: priority is {priority}; it must be an integer of 64 bits")
         request = Request(
             request_id,
             token_ids,

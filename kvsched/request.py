@@ -8,10 +8,14 @@ changes again. The counters are written by the scheduler alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
+
+WORD = range(-(2**63), 2**63)
+"""The integers of traces and devices."""
 
 
 class RequestRefused(ValueError):
@@ -23,10 +27,10 @@ class SamplingParams:
     """How tokens are drawn and when a request ends.
 
     max_tokens: most tokens to generate, at least 1.
-    temperature: 0 is greedy; above 0 divides the logits.
+    temperature: 0 is greedy; above 0, and finite, divides the logits.
     top_k: keep the k likeliest tokens; 0 keeps all.
     top_p: keep the smallest set of likeliest tokens whose probability reaches top_p, in (0, 1].
-    seed: seed of this request's draws; None stands for 0, so that runs repeat.
+    seed: seed of this request's draws, a signed 64-bit integer; None stands for 0, so that runs repeat.
     stop_token_ids: tokens that end the request (kept in its output).
     ignore_eos: do not stop at the model's end-of-sequence token.
 
@@ -45,12 +49,18 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.max_tokens < 1:
             raise RequestRefused(f"max_tokens is {self.max_tokens}; ask for at least 1 token")
-        if not self.temperature >= 0.0:
-            raise RequestRefused(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if not 0.0 <= self.temperature < math.inf:
+            raise RequestRefused(f"temperature is {self.temperature}; it must be 0 (greedy) or above, and finite")
         if self.top_k < 0:
             raise RequestRefused(f"top_k is {self.top_k}; it must be 0 (off) or above")
         if not 0.0 < self.top_p <= 1.0:
             raise RequestRefused(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
+        for name in ("max_tokens", "top_k", "seed"):
+            if (getattr(self, name) or 0) not in WORD:
+                raise RequestRefused(f"{name} is {getattr(self, name)}; it must be an integer of 64 bits")
+        for token in self.stop_token_ids:
+            if token not in WORD:
+                raise RequestRefused(f"stop_token_ids holds {token}; it must be an integer of 64 bits")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

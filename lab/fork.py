@@ -142,12 +142,13 @@ def make_like(engine: Engine) -> Remake | None:
 
 
 def _runner_maker(runner: Any) -> Callable[[SchedulerConfig], Runner] | None:
-    """How to make runners like this one: synthetic ones, and those that can do it themselves (`fresh`)."""
-    if isinstance(runner, SyntheticRunner):
-        cost, vocab_size, token_fn = runner.cost, runner.vocab_size, runner._token_fn
-        return lambda _: SyntheticRunner(cost, vocab_size, token_fn=token_fn)
+    """How to make runners like this one, if it can do that itself (`fresh`)."""
     fresh = getattr(runner, "fresh", None)
-    return None if fresh is None else lambda config: fresh(num_blocks=config.num_blocks)
+    if fresh is None:
+        return None
+    return lambda config: fresh(
+        num_blocks=config.num_blocks, block_size=config.block_size, max_model_len=config.max_model_len
+    )
 
 
 def make_synthetic(config: SchedulerConfig) -> Engine:

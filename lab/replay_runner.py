@@ -42,6 +42,11 @@ class ReplayRunner:
         self._submitted: list[_Submitted] = []
         self._forget: tuple[str, ...] = ()
 
+    @property
+    def prompt_vocab_size(self) -> int | None:
+        """See `Runner`."""
+        return getattr(self.real, "prompt_vocab_size", None)
+
     def submit(self, step: ScheduledStep, gate: Gate | None = None) -> Future[StepResult]:
         """See `Runner.submit`."""
         future: Future[StepResult] = Future()

@@ -95,7 +95,7 @@ def _fired(run: Run, step: int) -> list[Fault]:
 def _runner_of(run: Run, events: Sequence[Event]) -> dict[str, Any]:
     """What is needed to give the same tokens: the synthetic runner's settings, or the tokens themselves."""
     runner = run.engine.runner if run.engine is not None else None
-    if isinstance(runner, SyntheticRunner) and runner._token_fn is None:
+    if isinstance(runner, SyntheticRunner) and runner.token_fn is None:
         told: dict[str, Any] = {}
         if runner.cost != CostModel():
             told["cost"] = list(runner.cost)

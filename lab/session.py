@@ -104,7 +104,12 @@ class Session(Walk):
         from kvsched.runner.torch_load import load_model
 
         loaded = load_model(model, dtype=dtype, seed=seed) if isinstance(model, str) else model
+        if landing is None:
+            landing = options.get("max_in_flight", SchedulerConfig(num_blocks=2).max_in_flight) - 1
+        engine = Engine.from_model(loaded, landing=landing, **options)
         kept = {name: options[name] for name in ("device", "connector") if name in options}
+        if kept.get("connector") is None:
+            return cls(engine)
 
         def remake(config: SchedulerConfig) -> Engine:
             settings = config.to_dict()
@@ -112,9 +117,7 @@ class Session(Walk):
                 del settings["max_model_len"]  # it is the model's, which need not fit the pool
             return Engine.from_model(loaded, **kept, landing=config.max_in_flight - 1, **settings)
 
-        if landing is None:
-            landing = options.get("max_in_flight", SchedulerConfig(num_blocks=2).max_in_flight) - 1
-        return cls(Engine.from_model(loaded, landing=landing, **options), remake=remake)
+        return cls(engine, remake=remake)
 
     # ---- what there is
 

@@ -149,6 +149,33 @@ def test_c34_requests_that_cannot_be_served_are_refused_and_others_go_on():
         assert len(e.output("other").token_ids) == 4
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": 2**64}, "seed is 18446744073709551616; it must be an integer of 64 bits"),
+        ({"max_tokens": 2**63}, "max_tokens is 9223372036854775808"),
+        ({"stop_token_ids": (3, -(2**70))}, "stop_token_ids holds -1180591620717411303424"),
+        ({"temperature": float("inf")}, "temperature is inf; it must be 0 .greedy. or above, and finite"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+    ],
+)
+def test_numbers_that_a_trace_or_a_device_cannot_hold_are_refused(settings, message):
+    with pytest.raises(RequestRefused, match=message):
+        SamplingParams(**settings)
+
+
+def test_tokens_and_priorities_that_cannot_be_are_refused_and_others_go_on():
+    with engine(8) as e:
+        e.add_request("other", PROMPT[:4], SamplingParams(max_tokens=4))
+        for prompt, message in (([1, -2], "token 1 of the prompt is -2"), ([2**63], "token 0 of the prompt is 9223")):
+            with pytest.raises(RequestRefused, match=f"'bad': {message}"):
+                e.add_request("bad", prompt)
+        with pytest.raises(RequestRefused, match="'bad': priority is 9223372036854775808"):
+            e.add_request("bad", PROMPT[:4], priority=2**63)
+        e.drain()
+        assert len(e.output("other").token_ids) == 4
+
+
 def test_c34_the_bare_scheduler_checks_nothing():
     drive = Drive(8)
     drive.add("empty", [], 4)

@@ -354,6 +354,23 @@ def test_on_the_model_a_fork_gives_the_same_tokens(remake, seed):
     session.engine.close()
 
 
+def test_a_session_on_a_models_engine_forks_by_itself():
+    engine = Engine.from_model(
+        "random:llama-tiny", device="cpu", num_blocks=14, block_size=4, max_model_len=48, defer_block_free=True
+    )
+    session = Session(engine)
+    for i in range(4):
+        session.add_request(f"r{i}", [7 * i + k for k in range(9)], SamplingParams(max_tokens=12))
+    session.run(max_steps=80)
+    assert preempted(session)
+    for step, changes in ((0, {"num_blocks": 30}), (7, {"guard": "none"})):
+        fork = session.fork(step, **changes)
+        fork.run(max_steps=80)
+        assert outputs(fork) == outputs(session)
+        fork.engine.close()
+    session.engine.close()
+
+
 def test_without_the_rebuilding_the_tokens_would_be_wrong(remake, monkeypatch):
     """What the test above would see."""
     import lab.replay_runner

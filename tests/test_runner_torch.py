@@ -10,7 +10,8 @@ from concurrent.futures import CancelledError
 import pytest
 import torch
 
-from kvsched.request import SamplingParams
+from kvsched.engine import Engine
+from kvsched.request import RequestRefused, SamplingParams
 from kvsched.runner.base import Gate, Runner
 from kvsched.runner.torch_runner import StepFailed, create_runner
 from kvsched.step import Load, ScheduledStep
@@ -39,6 +40,26 @@ def test_it_is_a_runner():
         before = runner.now()
         runner.advance(1e9)
         assert before <= runner.now() < 1e6
+
+
+def test_fresh_runners_share_the_weights_and_nothing_else():
+    """Three at once, with steps of all of them in flight, on pools of their own."""
+    prompts = [prompt_of(13, seed) for seed in (1, 2, 3)]
+    with running() as first:
+        others = [first.fresh(num_blocks=20, block_size=8), first.fresh()]
+        assert [r.num_blocks for r in others] == [20, 64]
+        assert [r.block_size for r in others] == [8, 4]
+        assert len({r.cache.kv.data_ptr() for r in (first, *others)}) == 3
+        assert all(r._worker.model is first._worker.model for r in others)
+        assert all(r.weights_id() == first.weights_id() for r in others)
+        hosts = [HandHost(runner) for runner in (first, *others)]
+        for host, prompt in zip(hosts, prompts, strict=True):
+            host.add("a", prompt)
+        futures = [[host.submit({"a": n}) for host in hosts] for n in [13] + [1] * 11]
+        tokens = [[f.result(60).sampled_token_ids[0][0] for f in of_host] for of_host in zip(*futures, strict=True)]
+        assert tokens == [reference(LLAMA, prompt, 12) for prompt in prompts]
+        for runner in others:
+            runner.close()
 
 
 def test_submit_returns_before_the_result_and_a_gate_holds_all_later_steps():
@@ -284,3 +305,14 @@ def test_the_pool_is_as_large_as_the_memory_given():
         assert runner.num_blocks == 100_000 // runner.cache.shape.block_bytes
         assert runner.cache.kv.nbytes <= 100_000
         assert runner.weights_id() == loaded(LLAMA).weights_id
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_at_the_door_and_others_go_on():
+    engine = Engine.from_model(loaded(LLAMA), device="cpu", num_blocks=20, block_size=4)
+    with engine:
+        engine.add_request("a", prompt_of(6), SamplingParams(max_tokens=4))
+        engine.step()
+        with pytest.raises(RequestRefused, match="'b': token 1 of the prompt is 512; give token ids of 0 to 511"):
+            engine.add_request("b", [5, 512])
+        engine.drain()
+        assert list(engine.output("a").token_ids) == reference(LLAMA, prompt_of(6), 4)

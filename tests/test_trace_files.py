@@ -174,7 +174,8 @@ _RESET = '{"kind":"cache_reset","step":1}'
             "hashes must be a list of hex strings",
         ),
         ([_HEAD, '{"kind":"fault_injected","step":1,"fault":[]}'], "fault_injected.fault must be an object"),
-        ([_HEAD, '{"kind":"fault_injected","step":1,"fault":{"p":NaN}}'], "line 2: not JSON.*NaN"),
+        ([_HEAD, '{"kind":"fault_injected","step":1,"fault":{"p":NaN}}'], "line 2: not JSON"),
+        ([_HEAD, '{"kind":"fence_advanced","step":1,"processed":36893488147419103232}'], "must be an integer"),
     ],
 )
 def test_damage_is_named(tmp_path, lines, message):

@@ -62,7 +62,11 @@ class Gate:
 
 @runtime_checkable
 class Runner(Protocol):
-    """Computes steps, in the order submitted."""
+    """Computes steps, in the order submitted.
+
+    Two things are not asked of all. `prompt_vocab_size`: the engine refuses prompts with a token of that number or
+    above. `fresh(num_blocks=…, block_size=…, max_model_len=…)`: another runner like this one, for a pool of that size.
+    """
 
     def submit(self, step: ScheduledStep, gate: Gate | None = None) -> Future[StepResult]:
         """Queue a step; return at once. Its execution, and that of all later steps, waits for `gate`.

@@ -77,13 +77,17 @@ class SyntheticRunner:
             raise ValueError(f"{self.cost} has a negative cost; time only runs forward")
         self.vocab_size = vocab_size
         self.connector = connector
-        self._token_fn = token_fn
+        self.token_fn = token_fn
         self._keys: dict[str, int] = {}
         self._now = 0.0
         self._device_free = 0.0
         self._queue: deque[_Queued] = deque()
         self._draining = False
         self._closed = False
+
+    def fresh(self, **_: int) -> SyntheticRunner:
+        """Another runner of the same cost and tokens, without a connector; the pool is nothing to it."""
+        return SyntheticRunner(self.cost, self.vocab_size, token_fn=self.token_fn)
 
     def submit(self, step: ScheduledStep, gate: Gate | None = None) -> Future[StepResult]:
         """See `Runner.submit`. Without a gate in the way the future is done on return."""
@@ -156,8 +160,8 @@ class SyntheticRunner:
         )
 
     def _token(self, request_id: str, position: int) -> int:
-        if self._token_fn is not None:
-            return self._token_fn(request_id, position)
+        if self.token_fn is not None:
+            return self.token_fn(request_id, position)
         if request_id not in self._keys:
             raise ValueError(f"{request_id} is scheduled, but no step handed it over in new_requests")
         return _mix(self._keys[request_id] + position) % self.vocab_size

@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from kvsched.config import SchedulerConfig
 from kvsched.connector.disk import DiskTier
 from kvsched.connector.host import HostTier
 from kvsched.engine import ConnectorPair
 from kvsched.experiment.exactness import LogitGap
 from kvsched.runner.torch_load import load_model
+from kvsched.runner.torch_model import PagedModel
 from kvsched.runner.torch_reference import GapProbe, greedy_references
 from kvsched.runner.torch_runner import TorchRunner, create_runner
 from kvsched.runner.torch_tiers import open_tier
@@ -28,6 +31,7 @@ class ModelUnderTest:
 
     def __init__(self, model: str, prompts: Sequence[str | Sequence[int]], max_tokens: int) -> None:
         self._loaded = load_model(model)
+        self._paged = PagedModel(self._loaded.model, self._loaded.name, torch.device("cpu"))
         encoded = [self._encode(prompt) for prompt in prompts]
         self.references, logits = greedy_references(self._loaded, encoded, max_tokens)
         ids = [f"r{i}" for i in range(len(encoded))]
@@ -52,6 +56,7 @@ class ModelUnderTest:
         runner = create_runner(
             self._loaded,
             device="cpu",
+            paged=self._paged,
             num_blocks=config.num_blocks,
             block_size=config.block_size,
             max_model_len=config.max_model_len,

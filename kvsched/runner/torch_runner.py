@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -151,6 +152,7 @@ def _columns(job: _Job, landed: list[int]) -> tuple[tuple[int, ...], ...]:
 class TorchRunner:
     """A `Runner` on a transformers model; see `create_runner` for the arguments.
 
+    paged: a model ready to run, from another runner on the same device.
     model_name, vocab_size, max_model_len, num_blocks, block_size, device: what came of them. tokenizer: None for
     random models. eos_token_ids: the model's own. cache: the pool's memory, for connectors.
     """
@@ -168,6 +170,7 @@ class TorchRunner:
         on_logits: OnLogits | None = None,
         pad_to: int = 1,
         pack_weights: bool = True,
+        paged: PagedModel | None = None,
     ) -> None:
         self.device = choose_device(device)
         self.model_name = loaded.name
@@ -176,7 +179,8 @@ class TorchRunner:
         self.vocab_size: int = loaded.config.vocab_size
         self.block_size = block_size
         self.max_model_len = _longest(loaded, max_model_len)
-        model = PagedModel(loaded.model, loaded.name, self.device, pack=pack_weights)
+        model = paged or PagedModel(loaded.model, loaded.name, self.device, pack=pack_weights)
+        self._like_this = partial(TorchRunner, loaded, device=device, pad_to=pad_to, paged=model)
         shape = cache_shape(model.config, block_size, model.dtype)
         self.num_blocks = _pool_size(num_blocks, kv_cache_memory, shape)
         self.cache = PagedCache(shape, self.num_blocks, self.device)
@@ -192,6 +196,21 @@ class TorchRunner:
         self._thread = threading.Thread(target=self._worker.run, name="kvsched-runner", daemon=True)
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._worker.stop)
+
+    @property
+    def prompt_vocab_size(self) -> int:
+        """The model looks tokens up: see `Runner`."""
+        return self.vocab_size
+
+    def fresh(
+        self, *, num_blocks: int | None = None, block_size: int | None = None, max_model_len: int | None = None
+    ) -> TorchRunner:
+        """Another runner on the same weights, with a cache of its own and without a connector; None: as here."""
+        return self._like_this(
+            num_blocks=num_blocks or self.num_blocks,
+            block_size=block_size or self.block_size,
+            max_model_len=max_model_len or self.max_model_len,
+        )
 
     def attach_connector(self, connector: WorkerConnector) -> None:
         """The connector that is called before each step, if it could not be given at once (it needs `cache`)."""

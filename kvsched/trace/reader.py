@@ -9,7 +9,6 @@ other damage is a `TraceError`.
 from __future__ import annotations
 
 import gzip
-import json
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -17,17 +16,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from kvsched.trace.events import VERSION, Event, RunStarted, kind_of
 from kvsched.trace.log import EventLog
 from kvsched.trace.plain import TraceCutWarning, TraceError, from_plain
 from kvsched.trace.writer import is_gzipped
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def read_trace(path: str | PathLike[str]) -> EventLog:
@@ -64,8 +58,8 @@ def read_events(path: str | PathLike[str]) -> Iterator[Event]:
 def _parse(path: Path, number: int, line: bytes) -> Any:
     """The JSON value of a line, None for a last line that was cut."""
     try:
-        return _DECODER.decode(line.decode())
-    except (ValueError, RecursionError) as error:
+        return orjson.loads(line)
+    except ValueError as error:
         if not line.endswith(b"\n"):
             return None
         what = f"not JSON ({error})" if line.strip() else "empty"
