@@ -285,30 +285,31 @@ function drawPixels(map, state, writing) {
   const pixels = new Uint32Array(map.image.data.buffer);
   const gap = grid.size * sheet.scale > 3.5 ? 1 : 0;
   const lefts = Int32Array.from({ length: grid.columns + 1 }, (_, column) => edge(column));
+  const owners = state.block_owner, flags = state.block_flags, { marks } = writing, { request } = map.store;
+  const { FENCED } = FLAGS;
   pixels.fill(0);
   for (let row = 0, block = 1; block <= grid.count; row++) {
     const top = edge(row), bottom = edge(row + 1) - gap, line = top * width, middle = ((top + bottom) >> 1) * width;
     const first = block, end = Math.min(grid.count + 1, block + grid.columns);
     for (; block < end; block++) {
-      const column = block - first;
-      pixels.fill(pixelOf(map, colours, state, block), line + lefts[column], line + lefts[column + 1] - gap);
+      const column = block - first, until = line + lefts[column + 1] - gap;
+      const colour = pixelOf(colours, request, owners[block] - 1, flags[block]);
+      for (let at = line + lefts[column]; at < until; at++) pixels[at] = colour;
     }
     for (let y = top + 1; y < bottom; y++) pixels.copyWithin(y * width, line, line + width);
     for (block = first; block < end; block++) {
-      const isWritten = writing.marks[block];
-      if (!isWritten && !(state.block_flags[block] & FLAGS.FENCED)) continue;
+      if (!marks[block] && !(flags[block] & FENCED)) continue;
       const column = block - first, centre = middle + ((lefts[column] + lefts[column + 1] - gap) >> 1);
-      pixels[centre] = isWritten ? colours.ink : colours.ink2;
+      pixels[centre] = marks[block] ? colours.ink : colours.ink2;
     }
   }
   sheet.ctx.putImageData(map.image, 0, 0);
 }
 
-function pixelOf({ store }, colours, state, block) {
-  const owner = state.block_owner[block] - 1, flags = state.block_flags[block];
+function pixelOf(colours, request, owner, flags) {
   if (owner < 0) return flags & FLAGS.CACHED ? colours.cached : colours.free;
-  const shade = owner % LAB.palette.length;
-  if (store.request >= 0 && owner !== store.request) return colours.dimmed[shade];
+  const shade = owner % colours.full.length;
+  if (request >= 0 && owner !== request) return colours.dimmed[shade];
   return flags & FLAGS.FENCED ? colours.faded[shade] : colours.full[shade];
 }
 

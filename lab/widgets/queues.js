@@ -36,14 +36,25 @@ async function render({ model, el: root, host, signal }) {
   root.append(el("div", { class: "lab-panel" }, el("div", { class: "lab-title" }, "Requests", aside), scroller));
   const theme = new Theme(root, () => rows.forEach((row) => (row.shown = null)) || store.invalidate(), signal);
   const rows = [];
-  const view = { store, theme, scroller, list, rows, lines: [] };
+  // height, top: of the part in sight. Asking the page for them in the midst of drawing would make it lay out twice.
+  const view = { store, theme, scroller, list, rows, lines: [], height: 0, top: 0 };
   takeKeys(scroller, store, {
     ArrowUp: () => moveSelection(view, -1),
     ArrowDown: () => moveSelection(view, 1),
     Escape: () => store.select({ request: -1 }),
   });
-  scroller.addEventListener("scroll", () => showRows(view, store.lastState), { passive: true });
-  const observer = new ResizeObserver(() => store.invalidate());
+  const measure = () => {
+    view.height = scroller.clientHeight;
+    view.top = scroller.scrollTop;
+  };
+  scroller.addEventListener("scroll", () => {
+    measure();
+    showRows(view, store.lastState);
+  }, { passive: true });
+  const observer = new ResizeObserver(() => {
+    measure();
+    store.invalidate();
+  });
   observer.observe(scroller);
   signal.addEventListener("abort", () => observer.disconnect());
   let revealed = -1;
@@ -51,9 +62,12 @@ async function render({ model, el: root, host, signal }) {
     store.lastState = state;
     view.lines = listLines(state, store);
     setText(aside, store.request < 0 ? "click one to follow it" : `following ${requestName(store, store.request)}`);
-    list.style.height = `${view.lines.length * ROW_HEIGHT}px`;
-    scroller.setAttribute("aria-rowcount", String(view.lines.length + 1));
-    if (store.request !== revealed) reveal(view, (revealed = store.request));
+    if (view.shownLines !== view.lines.length) {
+      view.shownLines = view.lines.length;
+      list.style.height = `${view.lines.length * ROW_HEIGHT}px`;
+      scroller.setAttribute("aria-rowcount", String(view.lines.length + 1));
+    }
+    if (view.height && store.request !== revealed) reveal(view, (revealed = store.request));
     showRows(view, state);
   }, signal);
 }
@@ -98,9 +112,9 @@ function byTurn(requests, a, b) {
 }
 
 function showRows(view, state) {
-  const { scroller, list, rows, lines } = view;
-  const first = Math.max(0, Math.floor(scroller.scrollTop / ROW_HEIGHT) - 1);
-  const needed = Math.min(lines.length - first, Math.ceil(scroller.clientHeight / ROW_HEIGHT) + 2);
+  const { list, rows, lines } = view;
+  const first = Math.max(0, Math.min(Math.floor(view.top / ROW_HEIGHT), lines.length) - 1);
+  const needed = Math.min(lines.length - first, Math.ceil(view.height / ROW_HEIGHT) + 2);
   while (rows.length < needed) rows.push(new RequestRow(view));
   rows.forEach((row, i) => {
     const line = i < needed ? lines[first + i] : null;
@@ -190,9 +204,9 @@ function moveSelection(view, direction) {
 function reveal(view, request) {
   const at = view.lines.findIndex((line) => line.request === request);
   if (at < 0) return;
-  const top = at * ROW_HEIGHT, { scroller } = view, room = scroller.clientHeight - 2 * ROW_HEIGHT;
-  if (top < scroller.scrollTop) scroller.scrollTop = top;
-  else if (top > scroller.scrollTop + room) scroller.scrollTop = top - room;
+  const top = at * ROW_HEIGHT, { scroller } = view, room = view.height - 2 * ROW_HEIGHT;
+  if (top < view.top) scroller.scrollTop = view.top = top;
+  else if (top > view.top + room) scroller.scrollTop = view.top = top - room;
 }
 
 export default { render };

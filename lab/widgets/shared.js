@@ -115,14 +115,21 @@ class Theme {
 }
 
 const colourProbe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+const knownRgb = new Map();
 
-/** [r, g, b] of any CSS colour; one that is see-through is laid on `under`. */
+/** [r, g, b] of any CSS colour; one that is see-through is laid on `under`. Asking the page is slow: each is asked once. */
 function toRgb(colour, under = "#ffffff") {
-  for (const layer of [under, colour]) {
-    colourProbe.fillStyle = layer;
-    colourProbe.fillRect(0, 0, 1, 1);
+  const key = `${colour}/${under}`;
+  let rgb = knownRgb.get(key);
+  if (!rgb) {
+    for (const layer of [under, colour]) {
+      colourProbe.fillStyle = layer;
+      colourProbe.fillRect(0, 0, 1, 1);
+    }
+    rgb = [...colourProbe.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+    knownRgb.set(key, rgb);
   }
-  return [...colourProbe.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+  return rgb;
 }
 
 function luminance([r, g, b]) {
@@ -246,6 +253,8 @@ class SpokenLine {
     parent.append(this.element);
   }
   say(text) {
+    if (text === this.next) return;
+    this.next = text;
     clearTimeout(this.timer);
     this.timer = setTimeout(() => setText(this.element, text), 400);
   }

@@ -230,6 +230,7 @@ function firstFrom(numbers, value) {
 
 function paintSteps(ctx, line) {
   const { theme, tracks, derived, store } = line, { steps } = store.history, { lanes } = derived.steps;
+  const plain = mix(theme.ink2, theme.paper, store.request >= 0 ? 0.78 : 0.6);
   ctx.font = `10px ${theme.font}`;
   ctx.textAlign = "left";
   eachSpan(line, steps.frame, derived.steps.longest, (i) => {
@@ -238,7 +239,7 @@ function paintSteps(ctx, line) {
     const x = line.x(steps.frame.at(i)), width = Math.max(1.5, line.x(end) - x - 1);
     const y = tracks.steps + Math.min(lanes[i], tracks.stepLanesShown - 1) * STEP_LANE;
     const has = store.request >= 0 && stepHas(store.history, i, store.request);
-    ctx.fillStyle = has ? requestFill(ctx, theme, store.request) : mix(theme.ink2, theme.paper, store.request >= 0 ? 0.78 : 0.6);
+    ctx.fillStyle = has ? requestFill(ctx, theme, store.request) : plain;
     ctx.fillRect(x, y, width, STEP_LANE - 3);
     ctx.fillStyle = has ? inkOn(store.request) : theme.ink;
     number(ctx, steps.number.at(i), x + 4, y + (STEP_LANE - 3) / 2 + 0.5, width - 5);
