@@ -98,6 +98,18 @@ class KVManager:
             self.emit(BlocksAllocated(step, request.id, added, tuple(evicted)))
         return added
 
+    def grow_by_one(self, request: Request, step: int) -> tuple[int, ...]:
+        """`grow` where one block is needed and one is free: the usual case of a running request, kept short."""
+        block, was_cached = self.pool.take()
+        if self.tainted:
+            self.tainted.discard(block)
+        request.block_ids.append(block)
+        request.num_slots += self.block_size
+        added = (block,)
+        if self.emit is not None:
+            self.emit(BlocksAllocated(step, request.id, added, added if was_cached else ()))
+        return added
+
     # ---- the prefix cache
 
     def cache(self, request: Request, num_tokens: int, step: int) -> None:
@@ -108,7 +120,8 @@ class KVManager:
         hashes = request_block_hashes(request, last, self.block_size)
         for i in range(first, last):
             self.pool.cache(request.block_ids[i], hashes[i])
-        self._cached_up_to(request, last)
+        request.num_cached_blocks = last
+        request.next_cache_at = (last + 1) * self.block_size
         if self.emit is not None:
             blocks = tuple(request.block_ids[first:last])
             self.emit(BlocksCached(step, request.id, first, blocks, tuple(hashes[first:last])))

@@ -84,6 +84,20 @@ class BlockPool:
         self.num_free -= count
         return blocks, evicted
 
+    def take(self) -> tuple[int, bool]:
+        """Pop one block: (block, whether it lost a cache entry). Short, since decoding requests do it all the time."""
+        after = self._next
+        block = after[NULL_BLOCK]
+        assert block != NULL_BLOCK, "1 block wanted, 0 free"
+        self._refs[block] = 1
+        following = after[NULL_BLOCK] = after[block]
+        self._prev[following] = NULL_BLOCK
+        self.num_free -= 1
+        if self.hashes[block] is None:
+            return block, False
+        self.uncache(block)
+        return block, True
+
     def touch(self, blocks: Sequence[int]) -> None:
         """Take one more reference on each; those that were free leave the queue, wherever they stand."""
         after, before, refs = self._next, self._prev, self._refs

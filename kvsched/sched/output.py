@@ -48,18 +48,19 @@ def process_rows(
     is_async = s.config.async_scheduling
     cache = s.kv.cache
     step = s.step
-    changed: dict[int, tuple[int, ...]] = {}
+    running = None if failed else _RUNNING  # then no row takes the straight way
+    changed: dict[str, tuple[int, ...]] = {}
     ended: list[Request] = []
-    for row, (request, count, tokens) in enumerate(zip(record.requests, record.counts, sampled, strict=True)):
+    for request, count, tokens in zip(record.requests, record.counts, sampled, strict=True):
         request.num_in_flight_tokens -= count
-        if request.num_stale_output_tokens or request.status is not _RUNNING or len(tokens) != 1 or failed:
+        if request.num_stale_output_tokens or request.status is not running or len(tokens) != 1:
             kept = _process_unusual(s, request, count, tokens, failed)
             if len(kept) != len(tokens):
-                changed[row] = kept
+                changed[request.id] = kept
             if kept and _is_complete(request):
                 ended.append(request)
             continue
-        (token,) = tokens
+        token = tokens[0]
         request.token_ids.append(token)
         num_tokens = request.num_tokens = request.num_tokens + 1
         stopped = num_tokens >= request.length_cap or token in request.stop_token_ids
@@ -72,7 +73,7 @@ def process_rows(
             ended.append(request)
     if not changed:
         return tuple(sampled), ended
-    return tuple(changed.get(row, tokens) for row, tokens in enumerate(sampled)), ended
+    return tuple(changed.get(r.id, tokens) for r, tokens in zip(record.requests, sampled, strict=True)), ended
 
 
 def _process_unusual(

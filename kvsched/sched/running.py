@@ -34,6 +34,8 @@ def schedule_running(s: Scheduler, draft: Draft) -> None:
     last_position = s.last_position
     chunk_cap = draft.chunk_cap
     faulty = s.slots_fault is not None
+    kv, step = s.kv, draft.step
+    pool, block_size = kv.pool, kv.block_size
     preempted = draft.preempted
     calls = s.allocate_calls
     budget = draft.budget
@@ -56,17 +58,20 @@ def schedule_running(s: Scheduler, draft: Draft) -> None:
 
         calls += 1
         if end > request.num_slots or faulty:
-            s.allocate_calls = calls
-            draft.budget = budget
-            got = allocate_or_preempt(s, draft, request, end)
-            calls = s.allocate_calls
-            budget = draft.budget
-            if got is None:
-                break
-            if got:
-                draft.new_blocks[request.id] = got
+            if pool.num_free and end - request.num_slots <= block_size and not faulty:
+                draft.new_blocks[request.id] = kv.grow_by_one(request, step)
+            else:
+                s.allocate_calls = calls
+                draft.budget = budget
+                got = allocate_or_preempt(s, draft, request, end)
+                calls = s.allocate_calls
+                budget = draft.budget
+                if got is None:
+                    break
+                if got:
+                    draft.new_blocks[request.id] = got
         if end >= request.next_cache_at:
-            s.kv.cache(request, min(end, request.num_tokens), draft.step)
+            kv.cache(request, min(end, request.num_tokens), step)
 
         take(request)
         count(end - computed)

@@ -196,15 +196,17 @@ class Scheduler:
         """Commit the decision to the requests' counters and make the step of it."""
         requests, counts = draft.requests, draft.counts
         seq = self.kv.fence.next_seq() if requests else self.kv.fence.sched_seq
-        joined = tuple([self._request_data(request) for request in draft.joined])
+        joined = tuple([self._request_data(request) for request in draft.joined]) if draft.joined else ()
         starts = tuple([request.num_computed_tokens for request in requests])
         chunks = draft.prefill_chunks
         owed = 1 if self.config.async_scheduling else 0
         for request, count in zip(requests, counts, strict=True):
             request.num_computed_tokens += count
             request.num_in_flight_tokens += count
-            request.num_output_placeholders += owed
             request.last_sched_seq = seq
+        if owed:
+            for request in requests:
+                request.num_output_placeholders += 1
         for request in chunks:
             request.num_output_placeholders -= owed
         if self.prefilling:
@@ -215,7 +217,9 @@ class Scheduler:
         if self.kv.tainted:
             for request, start, count in zip(requests, starts, counts, strict=True):
                 self.kv.recomputed(request, start, start + count)
-        finished, self._finished_since = tuple(self._finished_since), []
+        finished: tuple[str, ...] = ()
+        if self._finished_since:
+            finished, self._finished_since = tuple(self._finished_since), []
         return ScheduledStep(
             self.step,
             seq,
@@ -286,13 +290,14 @@ class Scheduler:
         for request in failed:
             finish(self, request, RequestStatus.ERROR)
         ended += failed
+        finished: dict[str, str] = {}
         if ended:
+            finished = {request.id: request.status.finish_reason or "" for request in ended}
             self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
         if result.transfers is not NO_TRANSFERS:
             finish_transfers(self, result.transfers)
         if self.connector is not None:
             self.connector.step_processed(step, result)
-        finished = {request.id: request.status.finish_reason or "" for request in ended}
         return StepOutput(step.step, step.request_ids, tokens, finished)
 
     # ---- changes while running
