@@ -298,6 +298,8 @@ def _waiting(f: _Facts) -> Iterable[Reason]:
             yield _parked(f, r)
         elif r.id in f.skipped:
             yield _skipped(f, r)
+            if f.skipped[r.id].reason == "budget":
+                refused = r.id
         elif failures:
             refused = r.id
             yield _refused(f, r, failures[-1])
@@ -335,11 +337,19 @@ def _parked(f: _Facts, r: RequestState) -> Reason:
 
 
 def _skipped(f: _Facts, r: RequestState) -> Reason:
+    reason = f.skipped[r.id].reason
+    if reason == "budget":
+        text = (
+            f"{r.id} is not admitted: {f.budget - f.total} tokens are left of the budget of {f.budget}, fewer than it "
+            f"must compute at once without chunked prefill (it knows {r.num_tokens}). The pass ends here."
+        )
+        return Reason((r.id,), "not admitted", 0, text)
     why = {
         "load": "its load has not landed",
         "stale": f"output of {count(r.num_stale_output_tokens, 'token')} from before its preemption is still in flight",
         "lookup": "the connector does not know yet what it can load for it",
-    }[f.skipped[r.id].reason]
+        "slots": "it lacks blocks, and nothing goes on that could free one, so those behind it are looked at",
+    }[reason]
     return Reason((r.id,), "skipped", 0, f"{r.id} is passed over and keeps its place: {why}.")
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from kvsched.connector.scripted import KvRule
 from kvsched.step import Transfers
+from kvsched.trace.fold import fold
 from tests.drive import Drive, scheduled
+from tests.trace_runs import differences, head
 
 PROMPT = list(range(500, 524))
 ONCE = KvRule(external_tokens=8, asynchronous=False, once=True)
@@ -192,6 +194,27 @@ def test_who_lacks_slots_is_passed_over_when_nothing_else_goes_on(exact):
     assert [(e.request, e.reason) for e in drive.happened("skipped")][-1] == ("A", "slots")
     drive.run()
     assert [e.request for e in drive.happened("request_finished")] == ["B", "A"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_failed_load_that_is_not_known_again_waits_with_those_that_hold_nothing(policy):
+    """A's load and B's fail from their first block, D's has landed; the connector does not know yet about A and B."""
+    failing = KvRule(external_tokens=4, unknown_after_failure=1)
+    drive = Drive(20, rules={"A": failing, "B": failing, "D": KvRule(external_tokens=4)}, policy=policy, max_num_seqs=1)
+    drive.events.insert(0, head(drive.scheduler))
+    for name in "ABD":
+        drive.add(name, PROMPT[:9], 1)
+    drive.schedule()
+    assert drive.loading == ["A", "B", "D"]
+    bad = frozenset(drive.requests["A"].block_ids + drive.requests["B"].block_ids)
+    drive.report(recving=("A", "B", "D"), invalid=bad)
+    drive.add("C", PROMPT[:9], 1)
+    assert scheduled(drive.schedule()) == {"D": 5}
+    assert (drive.loading, drive.waiting) == ([], ["A", "B", "C"])
+    assert differences(drive.scheduler, fold(drive.events)) == {}
+    drive.turn()
+    assert scheduled(drive.schedule()) == {"C": 9}
+    assert drive.loading == ["A", "B"]  # asked again: both are loaded once more
 
 
 def test_a_call_that_was_made_to_fail_lets_nobody_pass():

@@ -34,6 +34,7 @@ _JSON = st.recursive(
 _VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: _WHOLE,
     bool: st.booleans(),
+    bool | None: st.none() | st.booleans(),
     float: _NUMBER,
     str: st.text(max_size=12),
     tuple[int, ...]: st.lists(_WHOLE, max_size=4).map(tuple),

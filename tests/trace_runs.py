@@ -86,13 +86,9 @@ class RandomRun:
         self.saved: set[str] = set()
 
     def _connector(self) -> ScriptedConnector | TierConnector | None:
-        """None, a scripted one, or a store of a few blocks.
-
-        Without chunked prefill a pass can end at a request whose load has landed, and no event says that it was
-        promoted: its status would differ until the next pass.
-        """
+        """None, a scripted one, or a store of a few blocks."""
         chance = self.draw.random()
-        if chance < 0.4 or not self.config.enable_chunked_prefill:
+        if chance < 0.4:
             return None
         if chance < 0.75 or self.config.drop_stale_output:
             return ScriptedConnector({}, self.config.block_size)
@@ -127,6 +123,7 @@ class RandomRun:
                 draw.random() < 0.3,
                 draw.choice((0, 0, 2)),
                 drops_stale=draw.random() < 0.2,
+                unknown_after_failure=draw.choice((0, 0, 1, 2)),
             )
         tokens = [(i * 7) % 5 for i in range(draw.randrange(1, most))] + [draw.randrange(50)]
         sampling = SamplingParams(max_tokens=draw.randrange(1, 12), stop_token_ids=(3,))
@@ -187,7 +184,8 @@ class RandomRun:
 
     def configure(self) -> bool:
         """A setting changes on the way."""
-        change = self.draw.choice(({"guard": "none"}, {"guard": "stop_retry"}, {"defer_block_free": True}))
+        fence = self.draw.choice((True, "auto"))
+        change = self.draw.choice(({"guard": "none"}, {"guard": "stop_retry"}, {"defer_block_free": fence}))
         self.scheduler.configure(**change)
         return True
 

@@ -20,7 +20,7 @@ class KvRule(NamedTuple):
     external_tokens: a lookup finds its first tokens up to this many, never the last known one.
     asynchronous: whether they are loaded asynchronously.
     keeps_blocks: a normal finish keeps the blocks until a save is reported as sent.
-    unknown_lookups: how many lookups first answer "don't know yet".
+    unknown_lookups: how many lookups first answer "don't know yet"; unknown_after_failure: and after a failed load.
     once: the load can be served only once; later lookups find nothing.
     drops_stale: a preemption hands the blocks over as they are, so stale output is dropped.
     """
@@ -31,6 +31,7 @@ class KvRule(NamedTuple):
     unknown_lookups: int = 0
     once: bool = False
     drops_stale: bool = False
+    unknown_after_failure: int = 0
 
 
 class ScriptedConnector:
@@ -48,15 +49,16 @@ class ScriptedConnector:
         self.whole_blocks = whole_blocks
         self.loads: list[Load] = []
         self.failed: list[tuple[str, tuple[int, ...]]] = []
-        self._asked: dict[str, int] = {}
+        self._unknown = {request_id: rule.unknown_lookups for request_id, rule in self.rules.items()}
         self._served: set[str] = set()
         self._pending: list[Load] = []
 
     def lookup(self, request: Request, num_local_tokens: int) -> Lookup:
         """What the rule says lies beyond the local hit."""
         rule = self.rules.get(request.id, KvRule())
-        asked = self._asked[request.id] = self._asked.get(request.id, 0) + 1
-        if asked <= rule.unknown_lookups:
+        unknown = self._unknown.get(request.id, rule.unknown_lookups)
+        self._unknown[request.id] = max(0, unknown - 1)
+        if unknown:
             return Lookup(None)
         if rule.once and request.id in self._served:
             return Lookup(0)
@@ -95,4 +97,5 @@ class ScriptedConnector:
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
         """Note the failure."""
+        self._unknown[request.id] = self.rules.get(request.id, KvRule()).unknown_after_failure
         self.failed.append((request.id, tuple(block_ids)))

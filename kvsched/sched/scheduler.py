@@ -313,10 +313,10 @@ class Scheduler:
                 f"{', '.join(other)} cannot change while running; only {', '.join(sorted(_ADJUSTABLE))} can"
             )
         self.config = self.kv.config = self.config.with_changes(**changes)
-        if self.emit is not None:
-            self.emit(events.ConfigChanged(self.step, dict(changes)))
         fence = self.kv.fence
         defers = self.config.defers_frees(self.connector is not None and self.connector.can_load)
+        if self.emit is not None:
+            self.emit(events.ConfigChanged(self.step, dict(changes), defers))
         if fence.on and not defers:
             fence.open(self.step)
         elif defers and not fence.on:

@@ -39,14 +39,18 @@ def schedule_waiting(s: Scheduler, draft: Draft) -> None:
         reason = _reason_to_skip(s, request)
         prefix = None if reason else _find_prefix(s, request)
         if prefix is None:
-            _pass_over(s, queue, request, reason or "lookup", passed_over)
+            # Whoever holds no blocks (any more) stands with those that never did.
+            back = queue if request.block_ids else s.waiting
+            _pass_over(s, queue, request, reason or "lookup", passed_over, back)
             continue
         count = _tokens_to_schedule(s, draft, request, prefix)
         if count is None:
+            if s.emit is not None:
+                s.emit(Skipped(s.step, request.id, "budget"))
             break
         if not _allocate(s, draft, request, prefix, count):
             if _stands_in_the_way(s, request, prefix, count):
-                _pass_over(s, queue, request, "slots", passed_over)
+                _pass_over(s, queue, request, "slots", passed_over, queue)
                 continue
             break
         queue.remove(request)
@@ -60,11 +64,16 @@ def schedule_waiting(s: Scheduler, draft: Draft) -> None:
 
 
 def _pass_over(
-    s: Scheduler, queue: WaitingQueue, request: Request, reason: str, passed_over: list[tuple[WaitingQueue, Request]]
+    s: Scheduler,
+    queue: WaitingQueue,
+    request: Request,
+    reason: str,
+    passed_over: list[tuple[WaitingQueue, Request]],
+    back: WaitingQueue,
 ) -> None:
-    """Set a request aside until the end of the pass."""
+    """Set a request aside until the end of the pass; then it goes `back`."""
     queue.remove(request)
-    passed_over.append((queue, request))
+    passed_over.append((back, request))
     if s.emit is not None:
         s.emit(Skipped(s.step, request.id, reason))
 

@@ -232,7 +232,7 @@ class Admitted(NamedTuple):
 class Skipped(NamedTuple):
     """A waiting request was passed over in this pass. reason: "load" (not landed), "stale" (output still in
     flight), "lookup" (connector does not know yet), "slots" (none for it, nothing else goes on, and others behind it
-    may have their loads)."""
+    may have their loads), "budget" (without chunked prefill: what is left of it is too little, and the pass ends)."""
 
     step: int
     request: str
@@ -395,10 +395,12 @@ class FaultInjected(NamedTuple):
 
 
 class ConfigChanged(NamedTuple):
-    """Settings changed while running (guard, fence, depth)."""
+    """Settings changed while running (guard, fence, depth). defers_frees: whether the fence is on from here; None in
+    traces that do not tell."""
 
     step: int
     changes: Mapping[str, Any]
+    defers_frees: bool | None = None
 
     @property
     def kind(self) -> str:

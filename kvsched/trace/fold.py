@@ -6,7 +6,8 @@ Invariants: applying a run's events one by one gives, at every boundary between 
 free, say) is still folded: to find that out is the business of `invariants`.
 
 Within a pass over the waiting requests the scheduler takes those that it skips out of their queue and puts them back
-at its end, in front and in order. The net effect is that they keep their places; here they never leave them.
+at its end, in front and in order. The net effect is that they keep their places; here they never leave them. The
+exception are those that stand with the holders of blocks and hold none any more: they go to the front of the others.
 """
 
 from __future__ import annotations
@@ -92,12 +93,14 @@ def _run_started(state: State, e: ev.RunStarted) -> None:
 def _config_changed(state: State, e: ev.ConfigChanged) -> None:
     """A fence that is turned on counts the steps in flight; what leaves it when it is turned off is told."""
     state.config = {**state.config, **e.changes}
-    on = e.changes.get("defers_frees", e.changes.get("defer_block_free", state.fence_on))
+    on = e.defers_frees
+    if on is None:
+        on = e.changes.get("defer_block_free", state.fence_on)
     if on == "auto":
         raise TraceError(f"event {state.index}: defer_block_free='auto', but not whether that is on (defers_frees)")
     if on and not state.fence_on:
         state.flights = [_counted(state, flight) for flight in state.flights]
-    state.fence_on = bool(on)
+    state.fence_on = on
 
 
 def _counted(state: State, flight: Flight) -> Flight:
@@ -188,8 +191,11 @@ def _promoted(r: RequestState) -> None:
 
 
 def _skipped(state: State, e: ev.Skipped) -> None:
+    r = _own(state, e.request)
     if e.reason != "load":
-        _promoted(_own(state, e.request))
+        _promoted(r)
+    if e.reason in ("stale", "lookup") and r.queue == Queue.LOADING and not r.num_blocks:
+        state.set_back += (r.number,)
 
 
 def _preempted(state: State, e: ev.Preempted) -> None:
@@ -360,6 +366,10 @@ def _end_transfers(state: State, step: int) -> None:
 def _step_scheduled(state: State, e: ev.StepScheduled) -> None:
     state.time = e.time
     state.num_slot_calls += e.calls
+    if state.set_back:
+        for number in reversed(state.set_back):
+            _stand(state, state.own(number), Queue.WAITING, front=True)
+        state.set_back = ()
     if not e.request_ids:
         state.num_empty_steps += 1
         return

@@ -86,6 +86,7 @@ _LIST = (list,)
 _FIELDS: dict[Any, _Field] = {
     int: _Field((int,), "an integer"),
     bool: _Field((bool,), "true or false"),
+    bool | None: _Field((bool, type(None)), "true, false or null"),
     float: _Field((float, int), "a number"),
     str: _Field((str,), "a string", read=sys.intern),
     tuple[int, ...]: _Field(_LIST, "a list of integers", read=_ints),

@@ -222,7 +222,7 @@ _COPIED = (
     "sched_step_seq", "processed_step_seq", "num_free", "first_free_ticket", "last_free_ticket",
     "first_ticket", "last_ticket", "num_waiting", "num_loading", "num_running", "num_finished",
     "num_preemptions", "num_slot_calls", "num_failed_calls", "num_guard_stops", "num_output_tokens",
-    "num_empty_steps", "first_unsettled", "names",
+    "num_empty_steps", "first_unsettled", "set_back", "names",
 )  # fmt: skip
 
 
@@ -250,6 +250,8 @@ class State:
         self.num_preemptions = self.num_slot_calls = self.num_failed_calls = self.num_guard_stops = 0
         self.num_output_tokens = self.num_empty_steps = 0
         self.first_unsettled = 0
+        # Numbers of requests that go to the front of the waiting ones when the pass ends.
+        self.set_back: tuple[int, ...] = ()
         self.names = Names()
         self.places: Paged[int] = Paged(array("q"))
         self.block_hashes: Paged[bytes | None] = Paged([])
