@@ -49,7 +49,7 @@ class ScriptedConnector:
         self.whole_blocks = whole_blocks
         self.loads: list[Load] = []
         self.failed: list[tuple[str, tuple[int, ...]]] = []
-        self._unknown = {request_id: rule.unknown_lookups for request_id, rule in self.rules.items()}
+        self._unknown: dict[str, int] = {}
         self._served: set[str] = set()
         self._pending: list[Load] = []
 

@@ -373,23 +373,22 @@ def _step_scheduled(state: State, e: ev.StepScheduled) -> None:
     if not e.request_ids:
         state.num_empty_steps += 1
         return
-    mine, owed = state.mine, 1 if state.async_scheduling else 0
-    seq, chunks = e.seq, e.prefill_chunks
+    seq, owed = e.seq, 1 if state.async_scheduling else 0
     numbers = _numbers(state, e.request_ids)
-    tables = []
-    for number, request, n, start in zip(numbers, e.request_ids, e.num_tokens, e.starts, strict=True):
-        r = mine.get(number) or state.own(number)
+    rows = state.own_all(numbers)
+    for r, n, start in zip(rows, e.num_tokens, e.starts, strict=True):
         r.num_computed_tokens = start + n
         r.num_in_flight_tokens += n
         r.last_sched_seq = seq
-        if request in chunks:
-            r.is_prefill_chunk = True
-        else:
-            r.is_prefill_chunk = False
-            r.num_output_placeholders += owed
-        tables.append(r.table_log)
+        r.is_prefill_chunk = False
+        r.num_output_placeholders += owed
+    if e.prefill_chunks:
+        for r in rows:
+            if r.id in e.prefill_chunks:
+                r.is_prefill_chunk = True
+                r.num_output_placeholders -= owed
     state.sched_step_seq = max(state.sched_step_seq, seq)
-    state.flights.append(Flight(e, seq, numbers, tuple(tables)))
+    state.flights.append(Flight(e, seq, numbers, tuple([r.table_log for r in rows])))
 
 
 def _numbers(state: State, request_ids: tuple[str, ...]) -> tuple[int, ...]:
@@ -414,9 +413,8 @@ def _step_delivered(state: State, e: ev.StepDelivered) -> None:
         return  # an empty step: it takes nothing off the steps in flight
     if e.request_ids != flight.scheduled.request_ids:
         raise TraceError(f"event {state.index}: step {e.delivered} delivers other requests than it scheduled")
-    mine, owed = state.mine, 1 if state.async_scheduling else 0
-    for number, n, tokens in zip(flight.numbers, flight.scheduled.num_tokens, e.tokens, strict=True):
-        r = mine.get(number) or state.own(number)
+    owed = 1 if state.async_scheduling else 0
+    for r, n, tokens in zip(state.own_all(flight.numbers), flight.scheduled.num_tokens, e.tokens, strict=True):
         r.num_in_flight_tokens -= n
         if r.num_stale_output_tokens or len(tokens) != 1:
             _take_unusual(r, n, tokens)

@@ -261,6 +261,7 @@ class State:
         self.loads: dict[str, Transfer] = {}
         self.saves: list[Transfer] = []
         self.mine: dict[int, RequestState] = {}
+        self._rows: tuple[tuple[int, ...], list[RequestState]] = ((), [])
         self.free_order: deque[tuple[int, int]] | None = None
 
     def copy(self) -> State:
@@ -277,6 +278,7 @@ class State:
         twin.saves = self.saves.copy()
         self.mine = {}
         twin.mine = {}
+        self._rows = twin._rows = ((), [])
         twin.free_order = None
         return twin
 
@@ -424,6 +426,13 @@ class State:
             self.requests[number] = r
             self.mine[number] = r
         return r
+
+    def own_all(self, numbers: tuple[int, ...]) -> list[RequestState]:
+        """`own` of each, to be read only as a list; steps that follow one another mostly have the same requests."""
+        if self._rows[0] is not numbers:
+            mine = self.mine
+            self._rows = numbers, [mine.get(number) or self.own(number) for number in numbers]
+        return self._rows[1]
 
 
 def _ticket(r: RequestState) -> Any:
