@@ -86,13 +86,15 @@ class VllmSide:
         init_none_hash(sha256_cbor)
         self._sampling, self._request, self._output = SamplingParams, Request, ModelRunnerOutput
         self._hasher = get_request_block_hasher(16, sha256_cbor)
-        model = ModelConfig(
-            model=model_folder(case["max_model_len"]),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=case["max_model_len"],
-            seed=0,
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            write_model_config(Path(folder), case["max_model_len"])
+            model = ModelConfig(
+                model=folder,
+                skip_tokenizer_init=True,
+                dtype="float32",
+                max_model_len=case["max_model_len"],
+                seed=0,
+            )
         sched = SchedulerConfig(
             max_num_seqs=case["max_num_seqs"],
             max_num_batched_tokens=case["budget"],
@@ -139,8 +141,8 @@ class VllmSide:
         return bool(self._scheduler.has_unfinished_requests())
 
 
-def model_folder(max_model_len: int) -> str:
-    """A folder with the configuration of a small model: vLLM's scheduler reads no weights."""
+def write_model_config(folder: Path, max_model_len: int) -> None:
+    """The configuration of a small model: vLLM's scheduler reads no weights."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -152,9 +154,7 @@ def model_folder(max_model_len: int) -> str:
         "vocab_size": 1024,
         "max_position_embeddings": max_model_len,
     }
-    folder = Path(tempfile.mkdtemp(prefix="kvsched-bench-"))
     (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 def measure(side: Any, case: dict[str, Any]) -> dict[str, float]:
