@@ -283,8 +283,10 @@ function paintFence(ctx, line) {
   for (const [x, text] of labels) {
     const width = ctx.measureText(text).width;
     if (x < free) continue;
+    ctx.fillStyle = theme.paper;
+    ctx.fillRect(x - 2, tracks.fence - 1, width + 4, height + 2);
     ctx.fillStyle = light;
-    ctx.fillRect(x - 2, tracks.fence, width + 3, height);
+    ctx.fillRect(x - 2, tracks.fence, width + 4, height);
     ctx.fillStyle = theme.ink;
     ctx.fillText(text, x, tracks.fence + height / 2 + 0.5);
     free = x + width + 14;
@@ -305,9 +307,10 @@ function paintWaits(ctx, line) {
     ctx.fillStyle = requestFill(ctx, theme, request);
     ctx.fillRect(box.x, box.y, 3, WAIT_LANE - 3);
     ctx.fillStyle = theme.ink;
-    const text = `${store.history.requests[request].id} · ${plural(waits.blocks.at(i), "block")} until ${waits.fence.at(i)}`;
+    const { id } = store.history.requests[request], blocks = plural(waits.blocks.at(i), "block");
     const room = Math.floor((box.width - 8) / 5.4);
-    if (room > 3) ctx.fillText(shorten(text, room), box.x + 6, box.y + (WAIT_LANE - 3) / 2 + 0.5);
+    const text = [`${id} · ${blocks} until ${waits.fence.at(i)}`, `${id} · ${blocks}`].find((each) => each.length <= room) ?? id;
+    if (room > 2) ctx.fillText(shorten(text, room), box.x + 6, box.y + (WAIT_LANE - 3) / 2 + 0.5);
     ctx.globalAlpha = 1;
   });
   if (!waits.request.length) hint(ctx, line, "none: no blocks had to wait");
