@@ -57,8 +57,8 @@ class HoldResult:
 
 @dataclass(frozen=True, slots=True)
 class HoldExecution:
-    """Step `step` is not executed, nor any later one, until an event has happened whose kind is `until` and
-    whose fields equal `where` ({"request": "r2"}, say)."""
+    """Step `step` is not executed, nor any later one, until an event happens whose kind is `until` and whose fields
+    equal `where` ({"request": "r2"}, say). What happened before the step was submitted does not count."""
 
     kind: ClassVar[str] = "hold_execution"
     step: int
