@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvsched.trace.replay import Replay as Replay
     from kvsched.trace.writer import TraceWriter as TraceWriter
     from kvsched.trace.writer import write_trace as write_trace
+    from kvsched.watchdog import NoProgressWarning as NoProgressWarning
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ _HOME = {
     "EngineStuck": "kvsched.engine",
     "FaultPlan": "kvsched.faults",
     "HostTier": "kvsched.connector.host",
+    "NoProgressWarning": "kvsched.watchdog",
     "Replay": "kvsched.trace.replay",
     "Request": "kvsched.request",
     "RequestOutput": "kvsched.outputs",

@@ -47,6 +47,7 @@ from kvsched.sched.scheduler import Scheduler
 from kvsched.step import NO_TRANSFERS, ScheduledStep, StepResult
 from kvsched.trace.events import VERSION, FaultInjected, RunStarted
 from kvsched.transfers import TransferDesk
+from kvsched.watchdog import WARN_AT, NoProgressWarning, warning_text
 
 if TYPE_CHECKING:
     from kvsched.connector.disk import DiskTier
@@ -348,6 +349,9 @@ class Engine:
             if fault.step == self.scheduler.step + 1 and self.abort(fault.request):
                 self._note_fault(fault)
         step = self.scheduler.schedule()
+        if step.preempted and step.is_empty and self.scheduler.num_fruitless == WARN_AT:
+            text = warning_text(self.config, self.scheduler.kv.fence, step.preempted, step.step)
+            warnings.warn(text, NoProgressWarning, stacklevel=2)
         self._submit(step)
         return step
 

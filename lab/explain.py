@@ -71,6 +71,7 @@ class _Facts:
         self.skipped: dict[str, ev.Skipped] = {}
         self.parked: dict[str, ev.Parked] = {}
         self.guard: ev.GuardStopped | None = None
+        self.no_progress: ev.NoProgress | None = None
         self.breaker: str | None = None
         last_failure: ev.SlotsFailed | None = None
         state = before.copy()
@@ -100,6 +101,8 @@ class _Facts:
                     self.parked[event.request] = event
                 case ev.GuardStopped():
                     self.guard = event
+                case ev.NoProgress():
+                    self.no_progress = event
             apply(state, event)
         self.after = state
         end = events[-1]
@@ -128,10 +131,13 @@ def _headline(f: _Facts) -> str:
     parts = [f"{num_running} of {f.before.num_running} running {inflected('request', f.before.num_running)}"]
     parts += [f"{len(f.admitted)} admitted"] if f.admitted else []
     parts += [f"{len(f.preempted)} preempted"] if f.preempted else []
-    return (
+    text = (
         f"Step {end.step}: {count(f.total, 'token')} of a budget of {f.budget} for {', '.join(parts)}. "
         f"{count(end.calls, 'call')} for slots; {count(f.before.num_free, 'block')} free before, {end.free} after."
     )
+    if f.no_progress is not None and f.no_progress.since_token > 1:
+        text += f" No progress: {f.no_progress.since_token} steps since the last token preempted and scheduled nothing."
+    return text
 
 
 # ---- running requests

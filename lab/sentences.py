@@ -93,6 +93,10 @@ _LINES: dict[type[Any], Callable[[Any], str]] = {
     ev.GuardStopped: _guard_stopped,
     ev.Preempted: _preempted,
     ev.Unscheduled: lambda e: f"{e.request} leaves the step; {count(e.num_tokens, 'token')} back in the budget",
+    ev.NoProgress: lambda e: (
+        f"no progress: {count(len(e.preempted), 'request')} preempted, nothing scheduled"
+        f" (time {e.since_token} since the last token)"
+    ),
     ev.BlocksHit: lambda e: f"{e.request} finds {_blocks(e.block_ids)} in the prefix cache",
     ev.BlocksAllocated: lambda e: f"{e.request} gets {_blocks(e.block_ids)}",
     ev.BlocksCached: lambda e: f"{_blocks(e.block_ids)} of {e.request} entered in the prefix cache",

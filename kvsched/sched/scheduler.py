@@ -50,6 +50,7 @@ class Scheduler:
     emit: called with every event as it happens; None records nothing.
     slots_fault: decides which calls for slots are made to fail.
     clock: seconds, to stamp events.
+    num_fruitless: calls of `schedule()` since the last delivered token that preempted and scheduled nothing.
     cap_at_pool: end a request that outgrows the whole pool (finish reason "pool") instead of preempting it for
         ever; the engine sets it.
     exact: do what is right in three places where the reference, and so the replay of its recordings, does not; the
@@ -95,6 +96,7 @@ class Scheduler:
         self.awaiting_load: dict[str, Request] = {}
         self.kept_for_save: dict[str, Request] = {}
         self.in_flight: deque[InFlight] = deque()
+        self.num_fruitless = 0
         self._finished_since: list[str] = []
 
     # ---- requests
@@ -168,6 +170,8 @@ class Scheduler:
         schedule_running(self, draft)
         if not draft.preempted and len(self.requests) > len(self.running):
             schedule_waiting(self, draft)
+        if draft.preempted and not draft.requests:
+            self._note_no_progress(draft)
         step = self._freeze(draft)
         if self.connector is not None:
             loads, saves = self.connector.step_transfers(step)
@@ -234,6 +238,11 @@ class Scheduler:
             self.allocate_calls - draft.allocate_calls_before,
         )
 
+    def _note_no_progress(self, draft: Draft) -> None:
+        self.num_fruitless += 1
+        if self.emit is not None:
+            self.emit(events.NoProgress(self.step, tuple(draft.preempted), self.num_fruitless))
+
     def _request_data(self, request: Request) -> RequestData:
         return RequestData(
             request.id,
@@ -283,6 +292,8 @@ class Scheduler:
         ended: list[Request] = []
         if record is not None:
             tokens, ended = process_rows(self, record, sampled, failed)
+            if self.num_fruitless and any(tokens):
+                self.num_fruitless = 0
         if self.emit is not None:
             self.emit(events.StepDelivered(self.step, step.step, step.request_ids, tokens, self.clock()))
         for request in ended:

@@ -121,6 +121,19 @@ class Unscheduled(NamedTuple):
         return "unscheduled"
 
 
+class NoProgress(NamedTuple):
+    """A call of `schedule()` preempted requests and scheduled nothing. since_token: such calls since a token was last
+    delivered, this one included."""
+
+    step: int
+    preempted: tuple[str, ...]
+    since_token: int
+
+    @property
+    def kind(self) -> str:
+        return "no_progress"
+
+
 class BlocksHit(NamedTuple):
     """Local prefix hit taken by a request: these cached blocks lead its table."""
 
@@ -418,10 +431,10 @@ class CacheReset(NamedTuple):
 
 
 Event = (
-    RunStarted | RequestAdded | SlotsFailed | GuardStopped | Preempted | Unscheduled | BlocksHit | BlocksAllocated
-    | BlocksCached | BlocksUncached | BlocksReleased | BlocksFreed | BlocksKept | Admitted | Skipped | Parked
-    | LoadStarted | LoadLanded | LoadFailed | SaveStarted | SaveSent | StepScheduled | FenceAdvanced | StepDelivered
-    | RequestFinished | FaultInjected | ConfigChanged | CacheReset
+    RunStarted | RequestAdded | SlotsFailed | GuardStopped | Preempted | Unscheduled | NoProgress | BlocksHit
+    | BlocksAllocated | BlocksCached | BlocksUncached | BlocksReleased | BlocksFreed | BlocksKept | Admitted | Skipped
+    | Parked | LoadStarted | LoadLanded | LoadFailed | SaveStarted | SaveSent | StepScheduled | FenceAdvanced
+    | StepDelivered | RequestFinished | FaultInjected | ConfigChanged | CacheReset
 )  # fmt: skip
 
 

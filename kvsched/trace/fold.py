@@ -448,6 +448,7 @@ _HANDLERS: dict[type[Any], Callable[[State, Any], None]] = {
     ev.GuardStopped: _guard_stopped,
     ev.Preempted: _preempted,
     ev.Unscheduled: _nothing,
+    ev.NoProgress: _nothing,
     ev.BlocksHit: _blocks_hit,
     ev.BlocksAllocated: _blocks_allocated,
     ev.BlocksCached: _blocks_cached,
