@@ -95,7 +95,7 @@ _LINES: dict[type[Any], Callable[[Any], str]] = {
     ev.Unscheduled: lambda e: f"{e.request} leaves the step; {count(e.num_tokens, 'token')} back in the budget",
     ev.NoProgress: lambda e: (
         f"no progress: {count(len(e.preempted), 'request')} preempted, nothing scheduled"
-        f" (time {e.since_token} since the last token)"
+        f"; {count(e.since_token, 'step')} like this since the last token"
     ),
     ev.BlocksHit: lambda e: f"{e.request} finds {_blocks(e.block_ids)} in the prefix cache",
     ev.BlocksAllocated: lambda e: f"{e.request} gets {_blocks(e.block_ids)}",
