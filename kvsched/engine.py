@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -50,6 +51,8 @@ from kvsched.transfers import TransferDesk
 from kvsched.watchdog import WARN_AT, NoProgressWarning, warning_text
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from kvsched.connector.disk import DiskTier
     from kvsched.connector.host import HostTier
 
@@ -635,6 +638,18 @@ class Engine:
     def _warn_of_unfired_faults(self) -> None:
         for fault in self.watch.never_fired:
             warnings.warn(f"never came to pass: {fault}", FaultNeverFired, stacklevel=3)
+
+    @cached_property
+    def registry(self) -> CollectorRegistry:
+        """This engine's metrics under the names that vLLM uses (see kvsched.trace.prometheus), made when first asked
+        for: for `prometheus_client.generate_latest(engine.registry)` or `start_http_server(8000, registry=…)`. They are
+        counted when somebody scrapes. Raises ValueError on an engine that keeps no events."""
+        if not self._record:
+            raise ValueError("metrics are counted from events, but this engine keeps none; make it with record=True")
+        from kvsched.trace.prometheus import EngineMetrics
+
+        name = getattr(self.runner, "model_name", type(self.runner).__name__)
+        return EngineMetrics(self.events, name, has_connector=self.scheduler.connector is not None).registry
 
     # ---- the end
 

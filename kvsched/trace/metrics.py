@@ -1,6 +1,6 @@
 """Latencies, throughput and preemptions of a run, from its events.
 
-Owns: the definitions; `RequestMetrics`, `RunMetrics`, `request_metrics`, `run_metrics`.
+Owns: the definitions; `RequestMetrics`, `RunMetrics`, `MetricsFold`, `request_metrics`, `run_metrics`.
 Knows nothing about: blocks, plots, tables.
 Invariants: the clock of a request starts when it is added and is never restarted; a preemption counts once, a resume
 nothing, a retry stopped by the guard nothing. Times are seconds on the engine's clock, as the events tell them.
@@ -191,11 +191,15 @@ def percentile(ranked: Sequence[float], share: float) -> float:
     return ranked[low] + (ranked[high] - ranked[low]) * (position - low)
 
 
-class _Fold:
-    """Gathers the measurements, event by event."""
+class MetricsFold:
+    """Gathers the measurements, event by event.
+
+    newest: by id, the newest request that was added under it and not forgotten. flights: by step in flight, its
+    requests. counts: steps, empty steps, failed calls and guard stops so far. preemptions: by reason. end: when the
+    last token was delivered or request ended so far.
+    """
 
     def __init__(self) -> None:
-        self.requests: list[RequestMetrics] = []
         self.newest: dict[str, RequestMetrics] = {}
         self.flights: dict[int, list[RequestMetrics]] = {}
         self.counts: Counter[str] = Counter()
@@ -206,9 +210,7 @@ class _Fold:
         """Take one event."""
         match event:
             case ev.RequestAdded():
-                r = RequestMetrics(event.request, event.time, len(event.prompt_token_ids))
-                self.requests.append(r)
-                self.newest[event.request] = r
+                self.newest[event.request] = RequestMetrics(event.request, event.time, len(event.prompt_token_ids))
             case ev.StepScheduled():
                 self._scheduled(event)
             case ev.StepDelivered():
@@ -228,6 +230,10 @@ class _Fold:
                 self.end = max(self.end, event.time)
             case ev.SlotsFailed() | ev.GuardStopped():
                 self.counts[event.kind] += 1
+
+    def forget(self, request: str) -> None:
+        """Let go of a request that has ended: no later event speaks of it. For whoever folds without end."""
+        del self.newest[request]
 
     def _scheduled(self, event: ev.StepScheduled) -> None:
         self.counts["steps"] += 1
@@ -251,13 +257,16 @@ class _Fold:
 
 def run_metrics(events: Iterable[ev.Event]) -> RunMetrics:
     """Measure a run, finished or not."""
-    fold = _Fold()
+    fold = MetricsFold()
+    requests: list[RequestMetrics] = []
     for event in events:
         fold.take(event)
-    start = min((r.added for r in fold.requests), default=math.inf)
+        if isinstance(event, ev.RequestAdded):
+            requests.append(fold.newest[event.request])
+    start = min((r.added for r in requests), default=math.inf)
     return RunMetrics(
-        tuple(fold.requests),
-        max(fold.end - start, 0.0) if fold.requests and fold.end > -math.inf else 0.0,
+        tuple(requests),
+        max(fold.end - start, 0.0) if requests and fold.end > -math.inf else 0.0,
         fold.counts["steps"],
         fold.counts["empty"],
         fold.counts[ev.kind_of(ev.SlotsFailed)],
