@@ -240,8 +240,8 @@ def test_a_recording_says_that_it_is_one(session, monkeypatch, tmp_path):
     session.inject({"kind": "fail_call", "call": 50})
     old = session.branches[0]
     wire = Wire(Hub(old), monkeypatch)
-    assert wire.hub.status()["mode"] == "recording"
-    assert wire.hub.status()["can_step"] is False
+    assert wire.hub.describe()["status"]["mode"] == "recording"
+    assert wire.hub.describe()["status"]["can_step"] is False
     assert wire.ask(do="step")[0]["kind"] == "refused"
 
 
@@ -404,3 +404,19 @@ def test_canvases_have_a_role_and_a_label(path):
         assert "aria-hidden" in made or "role" in made, made
     for made in re.findall(r"new Sheet\([^;]*;", source):
         assert "aria-label" in made, made
+
+
+def test_a_hub_that_is_closed_while_it_tells_what_is_new_does_so_in_peace(session, wire):
+    """The throttle's thread has just begun to `push` when the cell runs again and closes the hub."""
+    hub, source = wire.hub, wire.hub.source
+
+    class ClosesTheHub:
+        def __getattr__(self, name):
+            if name == "lock":
+                hub.close()
+            return getattr(source, name)
+
+    session.step()
+    hub.source = ClosesTheHub()
+    hub.push()
+    assert hub.source is None

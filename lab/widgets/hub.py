@@ -81,11 +81,11 @@ class Hub(LabWidget):
 
     # ---- what the browser is told
 
-    def status(self) -> dict[str, Any]:
-        """What can be done now, as plain data."""
-        assert self.source is not None
-        mode = self.source.mode
-        return {"mode": mode, "can_step": mode == "stepping", "settings": self.source.config.to_dict()}
+    @staticmethod
+    def _status(source: HistorySource) -> dict[str, Any]:
+        """What can be done now, as plain data. (Of a source in hand: another thread may close the hub meanwhile.)"""
+        mode = source.mode
+        return {"mode": mode, "can_step": mode == "stepping", "settings": source.config.to_dict()}
 
     def describe(self) -> dict[str, Any]:
         """All but the history that a page needs that opens now."""
@@ -112,7 +112,7 @@ class Hub(LabWidget):
                 self.resend()
                 return
             before = self._last_status
-            self._last_status = self.status()
+            self._last_status = self._status(source)
             message: dict[str, Any] = {"kind": "append", "generation": self.generation, "offset": len(self.packer.data)}
             piece = self._grow(source)
             if self._last_status != before:
@@ -147,7 +147,7 @@ class Hub(LabWidget):
             self._take_events(source)
             self.followed = source.position
             self.frame = self.packer.frame_of_step(source.position)
-            self._last_status = self.status()
+            self._last_status = self._status(source)
             self.tails.take(source.decode)
 
     def resend(self) -> None:
