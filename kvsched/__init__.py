@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvsched.config import ConfigError as ConfigError
     from kvsched.config import SchedulerConfig as SchedulerConfig
+    from kvsched.connector.base import ConnectorPair as ConnectorPair
     from kvsched.connector.disk import DiskTier as DiskTier
     from kvsched.connector.host import HostTier as HostTier
-    from kvsched.engine import ConnectorPair as ConnectorPair
     from kvsched.engine import Engine as Engine
     from kvsched.engine import EngineStuck as EngineStuck
     from kvsched.faults import FaultPlan as FaultPlan
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ConfigError": "kvsched.config",
-    "ConnectorPair": "kvsched.engine",
+    "ConnectorPair": "kvsched.connector.base",
     "CostModel": "kvsched.runner.synthetic",
     "DiskTier": "kvsched.connector.disk",
     "Engine": "kvsched.engine",

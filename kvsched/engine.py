@@ -24,10 +24,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from kvsched.config import SchedulerConfig
-from kvsched.connector.base import SchedulerConnector, WorkerConnector
+from kvsched.connector.base import ConnectorPair
 from kvsched.door import check_config, check_request
 from kvsched.faults import (
     Abort,
@@ -72,15 +72,6 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-
-
-class ConnectorPair(NamedTuple):
-    """The two halves of a KV connector. transfer_landing: engine steps from the start of an asynchronous load or
-    a final save to its report; None: with a stated landing of steps 1, else as they end."""
-
-    scheduler: SchedulerConnector
-    worker: WorkerConnector | None
-    transfer_landing: int | None = None
 
 
 @dataclass(slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvsched.config import SchedulerConfig
+from kvsched.connector.base import ConnectorPair
 from kvsched.connector.scripted import KvRule, ScriptedConnector
-from kvsched.engine import ConnectorPair, Engine
+from kvsched.engine import Engine
 from kvsched.faults import Fault, FaultPlan
 from kvsched.request import SamplingParams
 from tests.memory_model import MemoryModel, MemoryRunner, MemoryWorker, expected_output

@@ -8,7 +8,8 @@ from collections import deque
 import pytest
 
 from kvsched.config import SchedulerConfig
-from kvsched.engine import ConnectorPair, Engine
+from kvsched.connector.base import ConnectorPair
+from kvsched.engine import Engine
 from kvsched.faults import Abort, FailCall, FailRequest, HoldExecution, HoldResult
 from kvsched.kv.hashing import block_hash
 from kvsched.request import Request, RequestRefused, SamplingParams

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvsched.connector.base import ConnectorPair
 from kvsched.connector.tier import TierConnector
-from kvsched.engine import ConnectorPair
 from kvsched.runner.torch_cache import CacheShape, PagedCache
 from kvsched.runner.torch_offload import Medium, OffloadWorker
 from kvsched.runner.torch_runner import TorchRunner

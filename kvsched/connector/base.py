@@ -1,6 +1,6 @@
 """The protocols of KV connectors: the scheduler's half and the worker's half.
 
-Owns: `SchedulerConnector`, `WorkerConnector`, `Lookup`.
+Owns: `SchedulerConnector`, `WorkerConnector`, `Lookup`, `ConnectorPair`.
 Knows nothing about: tensors, queues, how blocks are stored.
 Invariants: the scheduler's half sees ids and hashes only. Loads run beside the compute stream, not ordered
 with it (that is why frees are deferred); saves copy in compute order, before the step that carries them.
@@ -85,3 +85,12 @@ class WorkerConnector(Protocol):
     def close(self) -> None:
         """Finish or cancel transfers, stop threads. May be called twice."""
         ...
+
+
+class ConnectorPair(NamedTuple):
+    """The two halves of a KV connector. transfer_landing: engine steps from the start of an asynchronous load or
+    a final save to its report; None: with a stated landing of steps 1, else as they end."""
+
+    scheduler: SchedulerConnector
+    worker: WorkerConnector | None
+    transfer_landing: int | None = None

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvsched.config import SchedulerConfig
-from kvsched.engine import ConnectorPair, Engine
+from kvsched.connector.base import ConnectorPair
+from kvsched.engine import Engine
 from kvsched.experiment.covering import pairwise
 from kvsched.faults import Abort, FailCall, FailLoad, Fault, FaultPlan, HoldTransfer
 from kvsched.request import SamplingParams

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from kvsched.config import SchedulerConfig
+from kvsched.connector.base import ConnectorPair
 from kvsched.connector.disk import DiskTier
 from kvsched.connector.host import HostTier
-from kvsched.engine import ConnectorPair
 from kvsched.experiment.exactness import LogitGap
 from kvsched.runner.torch_load import load_model
 from kvsched.runner.torch_model import PagedModel

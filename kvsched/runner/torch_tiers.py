@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvsched.connector.base import ConnectorPair
 from kvsched.connector.disk import DiskTier, disk_key
 from kvsched.connector.host import HostTier
 from kvsched.connector.store import checksum
 from kvsched.connector.tier import TierConnector
-from kvsched.engine import ConnectorPair
 from kvsched.runner.torch_cache import CacheShape
 from kvsched.runner.torch_disk import DiskMedium
 from kvsched.runner.torch_offload import OffloadWorker
