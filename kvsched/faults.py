@@ -195,7 +195,10 @@ class FaultPlan:
             raise FaultError(f"{path}: cannot be read as a plan of faults: {error}") from error
         if not isinstance(data, dict):
             raise FaultError(f"{path}: a plan of faults is a JSON object with 'version' and 'faults'")
-        return FaultPlan.from_dict(data)
+        try:
+            return FaultPlan.from_dict(data)
+        except FaultError as error:
+            raise FaultError(f"{path}: {error}") from error
 
 
 class FaultWatch:
