@@ -26,6 +26,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "run": Command("kvsched.experiment.run_command", "serve a workload; without one, a short demonstration"),
     "conformance": Command("kvsched.conformance.command", "replay decisions recorded from vLLM and compare each one"),
     "exactness": Command(
         "kvsched.experiment.exactness_command", "compare the engine's greedy tokens with the model's own"
