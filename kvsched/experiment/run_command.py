@@ -284,7 +284,7 @@ def _print(setup: Setup, results: Sequence[RunResult], items: Sequence[WorkItem]
     console = Console(highlight=False, markup=False, emoji=False)
     if setup.args.requests_table or len(items) <= _FEW:
         console.print(requests_table(results, items))
-    clock = "in virtual time" if setup.args.synthetic else "in real time (varies from run to run)"
+    clock = "in virtual time" if setup.args.synthetic else "in real time, which varies"
     console.print(results_table(results, clock))
     _say(*_notes(results), *_verdict(results))
 
