@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-_CONVERT = "from kvsched.runner.torch_load import load_model; load_model('smollm2')"
+_CONVERT = "from kvsched.runner.torch_load import smollm2_folder; smollm2_folder()"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -32,10 +32,15 @@ def check_config(config: SchedulerConfig, max_model_len_is_explicit: bool) -> No
 
 
 def check_request(
-    config: SchedulerConfig, request_id: str, prompt_token_ids: Sequence[int], vocab_size: int | None = None
+    config: SchedulerConfig,
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    vocab_size: int | None = None,
+    priority: int = 0,
 ) -> None:
-    """Raises RequestRefused for a prompt that could never be served. vocab_size: the model's tokens lie below it; None
-    if the runner has no vocabulary (tokens then are 64-bit integers of 0 or more)."""
+    """Raises RequestRefused for a prompt that could never be served, or a priority that no trace can hold. vocab_size:
+    the model's tokens lie below it; None if the runner has no vocabulary (tokens then are 64-bit integers of 0 or
+    more)."""
     num_tokens = len(prompt_token_ids)
     if not num_tokens:
         raise RequestRefused(f"request {request_id!r}: the prompt is empty; give at least one token")
@@ -56,3 +61,5 @@ def check_request(
         raise RequestRefused(
             f"request {request_id!r}: token {place} of the prompt is {token}; give token ids of 0 to {end - 1}"
         )
+    if priority not in WORD:
+        raise RequestRefused(f"request {request_id!r}: priority is {priority}; it must be an integer of 64 bits")

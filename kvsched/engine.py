@@ -40,7 +40,7 @@ from kvsched.faults import (
     fault_to_dict,
 )
 from kvsched.outputs import RequestOutput, TokenOutput
-from kvsched.request import WORD, Request, RequestRefused, SamplingParams
+from kvsched.request import Request, RequestRefused, SamplingParams
 from kvsched.runner.base import Gate, Runner
 from kvsched.runner.synthetic import CostModel, SyntheticRunner
 from kvsched.sched.output import StepOutput
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
     from kvsched.connector.disk import DiskTier
     from kvsched.connector.host import HostTier
+    from kvsched.runner.torch_runner import TorchRunner
 
 _MOST_IDLE_TURNS = 1000
 """Consecutive turns in which nothing is scheduled, computed or transferred, before the engine says it is stuck."""
@@ -72,6 +73,13 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+
+def chat_text(tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]]) -> str:
+    """A conversation ([{"role": "user", "content": "…"}, …]) in the model's chat template, up to where the answer
+    begins."""
+    text: str = tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, tokenize=False)
+    return text
 
 
 @dataclass(slots=True)
@@ -229,8 +237,30 @@ class Engine:
             max_model_len=settings.get("max_model_len"),
             block_size=settings.get("block_size", 16),
         )
-        settings["max_model_len"] = runner.max_model_len
-        config = SchedulerConfig(num_blocks=runner.num_blocks).with_changes(**settings)
+        return cls.on_runner(
+            runner,
+            landing=landing,
+            connector=connector,
+            max_model_len_is_explicit=explicit,
+            options=options,
+            **settings,
+        )
+
+    @classmethod
+    def on_runner(
+        cls,
+        runner: TorchRunner,
+        *,
+        landing: int | None = None,
+        connector: HostTier | DiskTier | None = None,
+        max_model_len_is_explicit: bool = False,
+        options: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """As `from_model`, on a runner that is there already, and new (see `TorchRunner.fresh`): its pool, its block
+        size and its longest sequence are the engine's."""
+        of_runner = {"block_size": runner.block_size, "max_model_len": runner.max_model_len}
+        config = SchedulerConfig(num_blocks=runner.num_blocks).with_changes(**(settings | of_runner))
         given: dict[str, Any] = {
             "tokenizer": runner.tokenizer,
             "eos_token_ids": runner.eos_token_ids,
@@ -240,7 +270,7 @@ class Engine:
             from kvsched.runner.torch_tiers import open_tier
 
             given["connector"] = open_tier(connector, runner)
-        return cls(config, runner, landing=landing, max_model_len_is_explicit=explicit, **given)
+        return cls(config, runner, landing=landing, max_model_len_is_explicit=max_model_len_is_explicit, **given)
 
     # ---- requests
 
@@ -265,13 +295,9 @@ class Engine:
         Raises RequestRefused (a ValueError) for a request that could never be served, or whose id is in use.
         """
         sampling = sampling or SamplingParams()
-        token_ids = self._encode(request_id, prompt)
-        check_request(self.config, request_id, token_ids, getattr(self.runner, "prompt_vocab_size", None))
-        if priority not in WORD:
-            raise RequestRefused(f"request {request_id!r}: priority is {priority}; it must be an integer of 64 bits")
         request = Request(
             request_id,
-            token_ids,
+            self.check_request(request_id, prompt, priority=priority),
             sampling,
             priority=priority,
             arrival_time=self.runner.now() if arrival_time is None else arrival_time,
@@ -283,6 +309,13 @@ class Engine:
             self._prompts[request_id] = prompt
         else:
             self._prompts.pop(request_id, None)
+
+    def check_request(self, request_id: str, prompt: str | Sequence[int], *, priority: int = 0) -> list[int]:
+        """The prompt's token ids. Raises RequestRefused for a request that could never be served; queues nothing."""
+        token_ids = self._encode(request_id, prompt)
+        vocab_size = getattr(self.runner, "prompt_vocab_size", None)
+        check_request(self.config, request_id, token_ids, vocab_size, priority)
+        return token_ids
 
     def _encode(self, request_id: str, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -511,11 +544,7 @@ class Engine:
         template. Raises ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("this engine has no tokenizer, hence no chat template; use generate() with token ids")
-        prompts = [
-            self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, tokenize=False)
-            for turns in conversations
-        ]
-        return self.generate(prompts, sampling, **options)
+        return self.generate([chat_text(self.tokenizer, turns) for turns in conversations], sampling, **options)
 
     def _add_all(
         self,

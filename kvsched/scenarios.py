@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvsched.connector.host import HostTier
-from kvsched.engine import Engine
+from kvsched.engine import Engine, chat_text
 from kvsched.experiment.prompts import PROMPTS
 from kvsched.faults import Abort, HoldExecution
 from kvsched.request import SamplingParams
@@ -140,8 +140,7 @@ def _prompts(engine: Engine, seed: int) -> tuple[list[int], list[int]]:
     if engine.tokenizer is None:
         draw = random.Random(seed)
         return [draw.randrange(256) for _ in range(100)], [draw.randrange(256) for _ in range(300)]
-    turns = [{"role": "user", "content": PROMPTS[-6]}]
-    reader = engine.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    reader = chat_text(engine.tokenizer, [{"role": "user", "content": PROMPTS[-6]}])
     return list(engine.tokenizer.encode(reader)), list(engine.tokenizer.encode(" ".join(PROMPTS[:-8])))
 
 

@@ -94,7 +94,7 @@ def test_two_that_want_the_default_model_at_once_convert_it_once(monkeypatch, tm
 
     monkeypatch.setattr(torch_load, "_convert_gguf", convert)
     found = []
-    threads = [threading.Thread(target=lambda: found.append(torch_load._smollm2_folder())) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(torch_load.smollm2_folder())) for _ in range(2)]
     for thread in threads:
         thread.start()
     assert entered.wait(60)
@@ -117,5 +117,5 @@ def test_a_conversion_that_breaks_off_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr(torch_load._auto_model, "from_pretrained", lambda *a, **k: source.model)
     monkeypatch.setattr(torch_load.transformers.AutoTokenizer, "from_pretrained", lambda *a, **k: BrokenTokenizer())
     with pytest.raises(OSError, match="disk full"):
-        torch_load._smollm2_folder()
+        torch_load.smollm2_folder()
     assert [p for p in tmp_path.iterdir() if p.suffix != ".lock"] == []

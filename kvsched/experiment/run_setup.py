@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsched.config import SchedulerConfig
-from kvsched.engine import Engine
+from kvsched.connector.host import HostTier
+from kvsched.engine import Engine, chat_text
 from kvsched.experiment.prompts import PROMPTS
 from kvsched.experiment.workload import WorkItem, as_bytes, at_rate, parse_lengths, read_prompts, synthetic
 from kvsched.faults import FailCall, FaultPlan
@@ -245,8 +246,7 @@ class Maker:
 
     def _chat(self, prompt: str) -> str:
         assert self.tokenizer is not None
-        turns = [{"role": "user", "content": prompt}]
-        return str(self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        return chat_text(self.tokenizer, [{"role": "user", "content": prompt}])
 
     def engine(self, guard: str, on_event: Callable[[Any], None]) -> Engine:
         """An engine at its start. guard: "on" or "off". Raises ConfigError for settings that could not be served."""
@@ -256,20 +256,17 @@ class Maker:
         setup, runner = self.setup, self._runner
         settings = setup.settings | {"guard": _GUARDS[guard]}
         options: dict[str, Any] = {"faults": setup.faults, "record": False, "on_event": on_event}
-        landing = setup.landing
-        if setup.args.synthetic:
-            config = SchedulerConfig(**settings)
-            options["meta"] = {"runner": "synthetic", "cost": runner.cost._asdict()}
-            landing = config.max_in_flight - 1 if landing is None else landing
-        else:
-            settings |= {"num_blocks": runner.num_blocks, "max_model_len": runner.max_model_len}
-            config = SchedulerConfig(**settings)
-            options["meta"] = {"model": runner.model_name, "device": str(runner.device)}
-            options |= {"tokenizer": runner.tokenizer, "eos_token_ids": runner.eos_token_ids}
-            if setup.args.connector == "host":
-                from kvsched.connector.host import HostTier
-                from kvsched.runner.torch_tiers import open_tier
-
-                options["connector"] = open_tier(HostTier(), runner)
         explicit = "max_model_len" in setup.settings
+        if not setup.args.synthetic:
+            return Engine.on_runner(
+                runner,
+                landing=setup.landing,
+                connector=HostTier() if setup.args.connector == "host" else None,
+                max_model_len_is_explicit=explicit,
+                options=options,
+                **settings,
+            )
+        config = SchedulerConfig(**settings)
+        options["meta"] = {"runner": "synthetic", "cost": runner.cost._asdict()}
+        landing = config.max_in_flight - 1 if setup.landing is None else setup.landing
         return Engine(config, runner, landing=landing, max_model_len_is_explicit=explicit, **options)

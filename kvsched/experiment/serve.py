@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from kvsched.door import check_request
 from kvsched.engine import Engine, EngineStuck
 from kvsched.experiment.workload import WorkItem, WorkloadError
 from kvsched.request import RequestRefused, SamplingParams
@@ -101,15 +100,8 @@ class Served:
 def check_items(engine: Engine, items: Iterable[WorkItem]) -> None:
     """Raises WorkloadError, naming where the request was asked for, if one of them could never be served."""
     for item in items:
-        token_ids: Sequence[int]
-        if isinstance(item.prompt, tuple):
-            token_ids = item.prompt
-        elif engine.tokenizer is None:
-            raise WorkloadError(f"{item.source}: the prompt is text, but this model has no tokenizer; give token ids")
-        else:
-            token_ids = engine.tokenizer.encode(item.prompt)
         try:
-            check_request(engine.config, item.id, token_ids, getattr(engine.runner, "prompt_vocab_size", None))
+            engine.check_request(item.id, item.prompt, priority=item.priority)
         except RequestRefused as error:
             raise WorkloadError(f"{item.source}: {error}") from error
 

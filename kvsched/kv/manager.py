@@ -120,8 +120,7 @@ class KVManager:
         hashes = request_block_hashes(request, last, self.block_size)
         for i in range(first, last):
             self.pool.cache(request.block_ids[i], hashes[i])
-        request.num_cached_blocks = last
-        request.next_cache_at = (last + 1) * self.block_size
+        self._cached_up_to(request, last)
         if self.emit is not None:
             blocks = tuple(request.block_ids[first:last])
             self.emit(BlocksCached(step, request.id, first, blocks, tuple(hashes[first:last])))

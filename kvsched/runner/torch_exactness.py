@@ -15,6 +15,7 @@ from kvsched.config import SchedulerConfig
 from kvsched.connector.base import ConnectorPair
 from kvsched.connector.disk import DiskTier
 from kvsched.connector.host import HostTier
+from kvsched.engine import chat_text
 from kvsched.experiment.exactness import LogitGap
 from kvsched.runner.torch_load import load_model
 from kvsched.runner.torch_model import PagedModel
@@ -43,9 +44,7 @@ class ModelUnderTest:
         if not isinstance(prompt, str):
             return list(prompt)
         tokenizer = self._loaded.require_tokenizer()
-        turns = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer.encode(text))
+        return list(tokenizer.encode(chat_text(tokenizer, [{"role": "user", "content": prompt}])))
 
     def make_runner(
         self, config: SchedulerConfig, gap: LogitGap, settings: Mapping[str, Any]

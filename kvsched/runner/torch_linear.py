@@ -12,6 +12,7 @@ Several threads may run a packed model: at worst a product is computed twice.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -124,9 +125,7 @@ def watching_inputs(model: nn.Module) -> Iterator[list[list[nn.Linear]]]:
 def pack_linears(model: nn.Module, groups: Sequence[Sequence[nn.Linear]] = ()) -> None:
     """Replace every plain `nn.Linear` of a model by a packed one. groups: layers that share an input; those of a
     group become one product if each stands in no other group."""
-    times: dict[nn.Linear, int] = {}
-    for linear in (linear for group in groups for linear in group):
-        times[linear] = times.get(linear, 0) + 1
+    times = Counter(linear for group in groups for linear in group)
     places: dict[nn.Linear, tuple[_Product, int]] = {}
     for group in groups:
         if len(group) > 1 and all(times[linear] == 1 for linear in group):

@@ -74,7 +74,7 @@ def load_model(name: str = DEFAULT_MODEL, *, dtype: str = "float32", seed: int =
     torch_dtype = _DTYPES[dtype]
     if name.startswith(RANDOM_PREFIX):
         return _describe(name, _random_model(name, seed).to(torch_dtype), None)
-    folder: str | Path = _smollm2_folder() if name == DEFAULT_MODEL else name
+    folder: str | Path = smollm2_folder() if name == DEFAULT_MODEL else name
     model, tokenizer = _from_pretrained(name, folder, torch_dtype)
     return _describe(name, model, tokenizer)
 
@@ -147,7 +147,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or user_cache_dir("kvsched"))
 
 
-def _smollm2_folder() -> Path:
+def smollm2_folder() -> Path:
     """Folder with the default model as float32 safetensors; made on first use (half a minute, 540 MB)."""
     gguf = _smollm2_gguf()
     stat = gguf.stat()

@@ -430,8 +430,7 @@ class State:
     def own_all(self, numbers: tuple[int, ...]) -> list[RequestState]:
         """`own` of each, to be read only as a list; steps that follow one another mostly have the same requests."""
         if self._rows[0] is not numbers:
-            mine = self.mine
-            self._rows = numbers, [mine.get(number) or self.own(number) for number in numbers]
+            self._rows = numbers, [self.own(number) for number in numbers]
         return self._rows[1]
 
 
